@@ -1,0 +1,41 @@
+"""The engine's resolved configuration: frozen, units in names, passed in whole."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """What one gang runs with. `deploy/config.py` makes it from YAML and flags."""
+
+    model_dir: str
+    ranks: int = 1
+    device: str = "cpu"  # cpu | cuda | npu
+    dtype: str = "float32"  # float32 | bfloat16 | float16
+    context_tokens: int = 0  # 0: the model's own limit
+    max_sequences: int = 8
+    step_tokens: int = 512  # token budget of one step
+    prefill_chunk_tokens: int = 0  # 0: bounded by step_tokens only
+    page_tokens: int = 64
+    kv_pool_tokens: int = 0  # 0: chosen by the plan
+    chips: int = 0  # 0: as many as ranks (cpu) or as the machine has
+    chip_profile: str = ""  # "": the device's default
+    mtp: int = 0
+    prefix_cache: bool = False
+    check_interval_steps: int = 64  # decisions of all ranks are compared this often
+    comm: str = "auto"  # auto | shm | gloo | nccl | hccl
+    load_timeout_s: float = 600.0
+    start_timeout_s: float = 120.0
+    step_timeout_s: float = 20.0
+    master_address: str = "127.0.0.1"
+
+
+@dataclass(frozen=True)
+class RankShare:
+    """What one rank owns: a half-open unit range an axis, and the experts of each layer."""
+
+    rank: int
+    world_size: int
+    ranges: dict[str, tuple[int, int]] = field(default_factory=dict)  # Axis value -> (start, stop)
+    experts: tuple[tuple[int, ...], ...] = ()  # [layer] -> sorted expert ids

@@ -1,0 +1,100 @@
+"""Everything that crosses a process between ingress, coordinator and ranks. No torch here.
+
+Frozen dataclasses of plain values: they pickle small and read the same everywhere.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import StrEnum
+
+
+class FinishReason(StrEnum):
+    STOP = "stop"
+    LENGTH = "length"
+    ABORT = "abort"
+    ERROR = "error"
+
+
+@dataclass(frozen=True)
+class SamplingParams:
+    """Temperature 0 is greedy. `seed` is always set by the time a request reaches a rank."""
+
+    temperature: float = 0.0
+    top_k: int = 0  # 0: off
+    top_p: float = 1.0
+    min_p: float = 0.0
+    seed: int = 0  # 64 bit
+    choice: int = 0  # index under `n`; keys the random stream together with the seed
+
+
+@dataclass(frozen=True)
+class EngineRequest:
+    """An admitted request: validated, tokenised, within the context."""
+
+    request_id: str
+    prompt_ids: tuple[int, ...]
+    max_tokens: int
+    sampling: SamplingParams = SamplingParams()
+    stop_token_ids: tuple[int, ...] = ()
+    ignore_eos: bool = False
+    arrival_s: float = 0.0  # time.time() at the ingress
+
+
+@dataclass(frozen=True)
+class TokenBatch:
+    """Tokens of one request made in one step; the last one carries `finish_reason`."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason | None = None
+    error_kind: str | None = None  # placement.errors.ErrorKind value when finish_reason is ERROR
+    error_message: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    draft_tokens: int = 0
+    accepted_tokens: int = 0
+
+
+@dataclass(frozen=True)
+class RankIdentity:
+    """Where a rank actor landed: what placement needs to number the ranks."""
+
+    pid: int
+    node: str
+    physical_chip: int
+    host_address: str
+
+
+@dataclass(frozen=True)
+class LoadProgress:
+    rank: int
+    phase: str  # "starting", "loading", "ready"
+    read_bytes: int = 0
+    planned_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class RankSnapshot:
+    """Figures of one rank at one moment; counters only grow within one `epoch`."""
+
+    rank: int
+    epoch: int
+    time_s: float
+    step: int
+    running: int = 0
+    waiting: int = 0
+    prompt_tokens: int = 0  # prompt tokens computed
+    generation_tokens: int = 0
+    preemptions: int = 0
+    pages_used: int = 0
+    pages_total: int = 0
+    slots_used: int = 0
+    slots_total: int = 0
+    step_seconds: float = 0.0  # sum over steps
+    collective_seconds: float = 0.0
+    busy_steps: int = 0
+    weights_read_bytes: int = 0
+    expert_tokens: int = 0  # token-expert pairs this rank computed
+    nonfinite_rows: int = 0
+    memory_bytes: dict[str, int] = field(default_factory=dict)  # ledger row -> measured bytes
