@@ -1,0 +1,113 @@
+"""What the HTTP edge asks of an engine: generate tokens, tell its state, render its metrics.
+
+Owns the interface between the ingress and whatever runs the gang (in-process, or behind a
+deployment handle) and the types that only this interface uses. Knows nothing of HTTP or Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Protocol
+
+from placement.errors import ErrorKind, NrankError
+from rank_worker.messages import EngineRequest, RankSnapshot, TokenBatch
+
+
+class NotServing(NrankError):
+    """The engine can't take or finish a request now; `kind` says why, the wait says when to retry."""
+
+    def __init__(
+        self,
+        message: str,
+        kind: ErrorKind = ErrorKind.NOT_READY,
+        retry_after_s: float | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.kind = kind
+        self.retry_after_s = retry_after_s
+
+    def __reduce__(self) -> tuple[type[NotServing], tuple[str, ErrorKind, float | None]]:
+        return (type(self), (str(self), self.kind, self.retry_after_s))
+
+
+class EngineState(StrEnum):
+    """State of one gang; the HTTP edge maps it to /health and /ready."""
+
+    STARTING = "starting"
+    SERVING = "serving"
+    HOLD = "hold"
+    CUT = "cut"
+    DRAINING = "draining"
+    RESTARTING = "restarting"
+    FAILED = "failed"  # restart cap reached
+
+
+@dataclass(frozen=True)
+class RankStatus:
+    """One rank as the coordinator last saw it."""
+
+    rank: int
+    phase: str  # LoadProgress.phase, or "running", "dead"
+    pid: int = 0
+    node: str = ""
+    physical_chip: int = -1
+    step: int = 0
+    heartbeat_age_s: float = 0.0
+    planned_bytes: int = 0
+    measured_bytes: int = 0
+
+
+@dataclass(frozen=True)
+class EngineStatus:
+    """What /status, /ready and /v1/models show. Token counts are 0 until the plan is made."""
+
+    state: EngineState
+    ready: bool
+    reason: str = ""
+    model_id: str = ""
+    plan_id: str = ""
+    config_hash: str = ""
+    revision: str = ""
+    device: str = ""
+    world_size: int = 0
+    epoch: int = 0
+    restarts: int = 0
+    max_sequences: int = 0
+    running: int = 0
+    waiting: int = 0
+    configured_tokens: int = 0
+    allocated_tokens: int = 0
+    certified_tokens: int = 0
+    ranks: tuple[RankStatus, ...] = ()
+
+
+class EngineClient(Protocol):
+    """An engine seen from the ingress. Only `generate` and `status` may raise.
+
+    Implementations behind a remote handle turn transport faults into `NotServing`.
+    """
+
+    def generate(self, request: EngineRequest) -> AsyncIterator[TokenBatch]:
+        """An async generator of batches; the last carries a finish reason.
+
+        Raises ClientError or NotServing at the first `__anext__` when the request is refused.
+        `aclose()` (or dropping the consumer's task) aborts the request.
+        """
+
+    async def stop_reached(self, request_id: str) -> None:
+        """The answer is complete at a stop string: end the request and count it as a success.
+
+        The caller closes the iterator right after; that close is then not an abort.
+        """
+
+    async def status(self) -> EngineStatus: ...
+
+    async def snapshots(self) -> tuple[RankSnapshot, ...]: ...
+
+    async def metrics_text(self) -> bytes:
+        """Prometheus text format 0.0.4 of the whole gang."""
+
+    async def record_http(self, endpoint: str, code: int) -> None:
+        """Count one finished HTTP request."""
