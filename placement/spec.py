@@ -82,6 +82,7 @@ class TensorSpec:
     component: Component
     pieces: tuple[Piece, ...]
     dtype: DTypeRule = DTypeRule.WEIGHT
+    expert_layer: int = -1  # index into RankShare.experts for tensors split by expert
 
 
 class MixerKind(StrEnum):
@@ -122,6 +123,11 @@ class SparseAttentionSpec:
     @property
     def max_blocks(self) -> int:
         return self.budget_tokens // self.block_tokens
+
+    @property
+    def ring_rows(self) -> int:
+        """Raw index keys kept a sequence: an open block and up to 4 draft tokens, whole blocks."""
+        return self.block_tokens * -(-(self.block_tokens + 4) // self.block_tokens)
 
 
 @dataclass(frozen=True)
@@ -196,6 +202,7 @@ class ModelSpec:
     eos_token_ids: tuple[int, ...]
     total_tensors_on_disk: int
     ignored_tensors: tuple[str, ...] = ()
+    draft_layers: tuple[LayerSpec, ...] = ()  # of the MTP head; empty when it isn't on disk
 
     @property
     def num_experts(self) -> int:

@@ -1,0 +1,58 @@
+"""Which adapter reads which model directory. Owns the list of supported model types."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from typing import Any
+
+from placement.errors import CheckpointError
+from placement.headers import CheckpointHeaders, read_headers, read_json
+from placement.models import qwen4_exp
+from placement.spec import ModelSpec
+
+Adapter = Callable[
+    [str, Mapping[str, Any], Mapping[str, Any] | None, CheckpointHeaders | None], ModelSpec
+]
+ADAPTERS: Mapping[str, Adapter] = dict.fromkeys(qwen4_exp.MODEL_TYPES, qwen4_exp.build_spec)
+
+
+def load_model_spec(model_dir: str) -> tuple[ModelSpec, CheckpointHeaders]:
+    """Spec and headers of a model directory; reads JSON and headers, never a weight.
+
+    Raises CheckpointError in one line for anything that can't be loaded.
+    """
+    headers = read_headers(model_dir)
+    config = read_json(os.path.join(model_dir, "config.json"))
+    adapter = _adapter(os.path.join(model_dir, "config.json"), config)
+    generation_path = os.path.join(model_dir, "generation_config.json")
+    generation = read_json(generation_path) if os.path.exists(generation_path) else None
+    name = os.path.basename(os.path.abspath(model_dir))
+    return adapter(name, config, generation, headers), headers
+
+
+def spec_from_config(config_path: str) -> ModelSpec:
+    """Spec of a model that isn't on this machine, from its `config.json` alone.
+
+    The end tokens are those of the config, and experts are taken as stored fused.
+    """
+    config = read_json(config_path)
+    name = os.path.basename(os.path.dirname(os.path.abspath(config_path))) or "model"
+    return _adapter(config_path, config)(name, config, None, None)
+
+
+def _adapter(config_path: str, config: Mapping[str, Any]) -> Adapter:
+    model_type = config.get("model_type")
+    adapter = ADAPTERS.get(model_type) if isinstance(model_type, str) else None
+    if adapter is None:
+        raise CheckpointError(
+            f"{config_path}: model_type {model_type!r} is not supported, "
+            f"supported: {', '.join(sorted(ADAPTERS))}"
+        )
+    quantised = config.get("quantization_config")
+    if quantised:
+        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
+        raise CheckpointError(
+            f"{config_path}: weights are quantised ({method}), supported now: BF16, F16, F32"
+        )
+    return adapter
