@@ -1,0 +1,121 @@
+"""Collectives of one gang: what every implementation offers, and which one a run gets.
+
+Owns the protocol, the single-rank form and the choice. Knows nothing about models or steps. The
+other forms are `comm_gloo` (sockets) and `comm_shm` (shared memory of one host); both meet through
+`comm_store`.
+"""
+
+from __future__ import annotations
+
+import platform
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from placement.config import EngineConfig
+from placement.errors import ConfigError
+
+if TYPE_CHECKING:
+    from torch._C._distributed_c10d import TCPStore
+
+TOTAL_STORE_ORDER_MACHINES = ("x86_64", "AMD64")  # the shared-memory flags need it
+
+
+class Comm(Protocol):
+    """Collectives that all ranks of a gang call in the same order.
+
+    Every method raises RankError, naming the ranks that are missing where that is known, when a
+    peer is dead or does not arrive within the deadline. One thread a rank may use it.
+    """
+
+    rank: int
+    world_size: int
+    seconds: float  # spent in all_reduce_, all_gather and barrier since the start
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        """Sum `x` over the ranks in place, the same bits on every rank.
+
+        float32, bfloat16, float16 and integers; 16-bit types add up in float32 in rank order.
+        """
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        """Every rank's `x`: [world_size, *x.shape]."""
+
+    def send_plan(self, words: np.ndarray) -> None:
+        """Rank 0: hand an int32 step plan to all other ranks."""
+
+    def receive_plan(self) -> np.ndarray:
+        """Other ranks: wait for rank 0's next plan, int32 words."""
+
+    def barrier(self) -> None: ...
+
+    def close(self) -> None: ...
+
+
+class LocalComm:
+    """A gang of one: every collective is the identity and no group is opened."""
+
+    rank = 0
+    world_size = 1
+    seconds = 0.0
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        return x.unsqueeze(0).clone()
+
+    def send_plan(self, words: np.ndarray) -> None:
+        pass
+
+    def receive_plan(self) -> np.ndarray:
+        raise AssertionError("a gang of one rank has nobody to receive a plan from")
+
+    def barrier(self) -> None:
+        pass
+
+    def close(self) -> None:
+        pass
+
+
+def choose_comm(config: EngineConfig) -> str:
+    """Resolve `auto`: shared memory for CPU ranks where its flags are sound, else sockets."""
+    if config.comm != "auto":
+        return config.comm
+    if config.device == "cpu" and platform.machine() in TOTAL_STORE_ORDER_MACHINES:
+        return "shm"
+    return "gloo"
+
+
+def make_comm(
+    config: EngineConfig, rank: int, world_size: int, port: int = 0, store: TCPStore | None = None
+) -> Comm:
+    """Join the gang's groups; returns when every rank has joined.
+
+    `port` is the rendezvous port that rank 0's `comm_store.listen` returned; rank 0 passes the
+    `store` itself. Waits `config.start_timeout_s` for the others, then `config.step_timeout_s`
+    for each collective. Raises RankError naming the ranks that did not arrive.
+    """
+    if world_size == 1:
+        return LocalComm()
+    from rank_worker import comm_gloo, comm_shm, comm_store
+
+    name = choose_comm(config)
+    if name not in ("shm", "gloo"):
+        raise ConfigError(f"comm {name!r} is not built in; use auto, shm or gloo")
+    if name == "shm" and platform.machine() not in TOTAL_STORE_ORDER_MACHINES:
+        raise ConfigError(
+            f"comm 'shm' needs an x86-64 CPU, this is {platform.machine()}; use gloo or auto"
+        )
+    meeting = comm_store.join(
+        rank, world_size, config.master_address, port, config.start_timeout_s, store
+    )
+    open_comm = comm_shm.open_shm if name == "shm" else comm_gloo.open_gloo
+    return open_comm(meeting, config.step_timeout_s)
+
+
+def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Type that sums over ranks are taken in."""
+    return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype

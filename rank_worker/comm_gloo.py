@@ -1,0 +1,198 @@
+"""Collectives over sockets: the control group that carries plans, and the data group.
+
+The control group is always gloo on the CPU. The data group's backend is a name, so that a device's
+own library can be added to `DATA_GROUPS`. Process groups are built directly on the gang's store:
+torch's default group stays unset.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from datetime import timedelta
+from typing import Protocol, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
+
+from placement.errors import RankError
+from rank_worker.comm import accumulation_dtype
+from rank_worker.comm_store import Meeting
+
+FRAME_WORDS = 512  # length word, then payload; a longer plan's rest follows in a second broadcast
+MAX_PLAN_WORDS = 1 << 24
+# How long receive_plan waits. Rank 0 of an idle gang may say nothing for hours; a dead rank 0
+# closes its socket and ends the wait at once, and the coordinator watches for a hung one.
+PLAN_TIMEOUT = timedelta(days=7)
+CHUNK_BYTES = 1 << 20  # of one rank's part in a reduction
+
+
+class Group(Protocol):
+    """What a torch process group of any backend offers (its type stubs leave this out)."""
+
+    def broadcast(self, tensors: list[Tensor], options: BroadcastOptions) -> Work: ...
+
+    def allgather(self, outputs: list[list[Tensor]], inputs: list[Tensor]) -> Work: ...
+
+    def barrier(self) -> Work: ...
+
+    def shutdown(self) -> None: ...
+
+
+def _gloo_group(meeting: Meeting, name: str, timeout_s: float) -> Group:
+    options = ProcessGroupGloo._Options()  # type: ignore[attr-defined]
+    # By address: the host's own name need not resolve inside a container.
+    options._devices = [ProcessGroupGloo.create_device(hostname=meeting.host)]
+    options._timeout = meeting.remaining
+    store = PrefixStore(name, meeting.store)
+    group = ProcessGroupGloo(store, meeting.rank, meeting.world_size, options)
+    group._set_default_timeout(timedelta(seconds=timeout_s))
+    return cast(Group, group)
+
+
+DATA_GROUPS: dict[str, Callable[[Meeting, str, float], Group]] = {"gloo": _gloo_group}
+
+
+class ControlGroup:
+    """Broadcasts of small int32 plans from rank 0."""
+
+    def __init__(self, meeting: Meeting, timeout_s: float) -> None:
+        self.rank = meeting.rank
+        self._group = open_group("gloo", meeting, "control", timeout_s)
+        self._frame = torch.zeros(FRAME_WORDS, dtype=torch.int32)
+        self._words = self._frame.numpy()
+        self._options = BroadcastOptions()
+        self._options.rootRank = 0
+        self._options.timeout = PLAN_TIMEOUT if meeting.rank else timedelta(seconds=timeout_s)
+
+    def send(self, words: np.ndarray) -> None:
+        if words.dtype != np.int32 or words.ndim != 1 or words.size > MAX_PLAN_WORDS:
+            raise RankError(
+                f"rank {self.rank}: a plan is at most {MAX_PLAN_WORDS} int32 words in one "
+                f"dimension, got {words.dtype} {words.shape}",
+                rank=self.rank,
+                phase="plan",
+            )
+        head = min(words.size, FRAME_WORDS - 1)
+        self._words[0] = words.size
+        self._words[1 : 1 + head] = words[:head]
+        self._broadcast(self._frame)
+        if words.size > head:
+            self._broadcast(torch.from_numpy(words[head:].copy()))
+
+    def receive(self) -> np.ndarray:
+        self._broadcast(self._frame)
+        size = int(self._words[0])
+        head = min(size, FRAME_WORDS - 1)
+        words = np.empty(size, dtype=np.int32)
+        words[:head] = self._words[1 : 1 + head]
+        if size > head:
+            rest = torch.from_numpy(words[head:])
+            self._broadcast(rest)
+        return words
+
+    def close(self) -> None:
+        self._group.shutdown()
+
+    def _broadcast(self, x: Tensor) -> None:
+        try:
+            self._group.broadcast([x], self._options).wait()
+        except RuntimeError as error:
+            raise broken(self.rank, "plan", error) from error
+
+
+class GlooComm:
+    """Gathers the ranks' parts and adds them in rank order, so that all ranks get equal bits."""
+
+    def __init__(self, meeting: Meeting, timeout_s: float, backend: str = "gloo") -> None:
+        self.rank = meeting.rank
+        self.world_size = meeting.world_size
+        self.seconds = 0.0
+        self._control = ControlGroup(meeting, timeout_s)
+        self._data = open_group(backend, meeting, "data", timeout_s)
+        self._parts: dict[torch.dtype, Tensor] = {}
+
+    def all_reduce_(self, x: Tensor) -> Tensor:
+        start = time.perf_counter()
+        flat = x.reshape(-1)
+        chunk = CHUNK_BYTES // x.element_size()
+        for first in range(0, flat.numel(), chunk):
+            self._reduce(flat[first : first + chunk])
+        if flat.data_ptr() != x.data_ptr():
+            x.copy_(flat.view(x.shape))
+        self.seconds += time.perf_counter() - start
+        return x
+
+    def all_gather(self, x: Tensor) -> Tensor:
+        start = time.perf_counter()
+        out = x.new_empty((self.world_size, *x.shape))
+        if x.numel():
+            self._gather(x.contiguous().view(-1), out.view(self.world_size, -1))
+        self.seconds += time.perf_counter() - start
+        return out
+
+    def send_plan(self, words: np.ndarray) -> None:
+        self._control.send(words)
+
+    def receive_plan(self) -> np.ndarray:
+        return self._control.receive()
+
+    def barrier(self) -> None:
+        start = time.perf_counter()
+        try:
+            self._data.barrier().wait()
+        except RuntimeError as error:
+            raise broken(self.rank, "barrier", error) from error
+        self.seconds += time.perf_counter() - start
+
+    def close(self) -> None:
+        self._data.shutdown()
+        self._control.close()
+
+    def _reduce(self, flat: Tensor) -> None:
+        parts = self._buffer(flat)
+        self._gather(flat, parts)
+        total = parts[0].to(accumulation_dtype(flat.dtype))
+        for part in parts[1:]:
+            total = total.add_(part)
+        flat.copy_(total)
+
+    def _buffer(self, flat: Tensor) -> Tensor:
+        """Parts of all ranks [world_size, numel], in memory kept from call to call."""
+        if flat.dtype not in self._parts:
+            chunk = CHUNK_BYTES // flat.element_size()
+            self._parts[flat.dtype] = flat.new_empty(self.world_size * chunk)
+        return self._parts[flat.dtype][: self.world_size * flat.numel()].view(self.world_size, -1)
+
+    def _gather(self, flat: Tensor, out: Tensor) -> None:
+        try:
+            self._data.allgather([list(out)], [flat]).wait()
+        except RuntimeError as error:
+            raise broken(self.rank, "collective", error) from error
+
+
+def open_group(backend: str, meeting: Meeting, name: str, timeout_s: float) -> Group:
+    """A process group of the gang on `backend`; RankError when a rank does not connect in time."""
+    try:
+        return DATA_GROUPS[backend](meeting, name, timeout_s)
+    except RuntimeError as error:
+        raise broken(meeting.rank, f"opening the {name} group", error) from error
+
+
+def open_gloo(meeting: Meeting, timeout_s: float) -> GlooComm:
+    comm = GlooComm(meeting, timeout_s)
+    meeting.roll_call("groups")
+    return comm
+
+
+def broken(rank: int, phase: str, error: RuntimeError) -> RankError:
+    """A torch error with its stack of C++ frames cut off, as a line of ours."""
+    cause = (str(error).splitlines() or [type(error).__name__])[0]
+    return RankError(
+        f"rank {rank}: a peer is gone or did not answer in phase {phase!r}: {cause}; see the "
+        f"other ranks' logs",
+        rank=rank,
+        phase=phase,
+    )

@@ -1,0 +1,226 @@
+"""Collectives: sums in rank order, equal bits everywhere, clear ends when a rank dies."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Callable, Iterator
+from importlib.util import module_from_spec, spec_from_file_location
+from pathlib import Path
+from types import ModuleType
+
+import numpy as np
+import pytest
+import torch
+
+from placement.config import EngineConfig
+from placement.errors import ConfigError, RankError
+from rank_worker import comm_shm, comm_store
+from rank_worker.comm import Comm, LocalComm, choose_comm, make_comm
+
+SCRIPT = Path(__file__).with_name("comm_gang.py")
+ROOT = Path(__file__).parents[2]
+BOTH = pytest.mark.parametrize("name", ["shm", "gloo"])
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Start a gang of processes; whatever is left of it is killed when the test ends."""
+    running: list[subprocess.Popen[str]] = []
+
+    def start_gang(
+        scenario: str, name: str, world: int, out: Path, seed: int = 1
+    ) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, str(SCRIPT), scenario, name, str(world), str(seed), str(out)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
+            start_new_session=True,
+        )
+        running.append(process)
+        return process
+
+    yield start_gang
+    for process in running:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.fixture(scope="module")
+def gang() -> ModuleType:
+    spec = spec_from_file_location("comm_gang", SCRIPT)
+    assert spec is not None
+    assert spec.loader is not None
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def finish(process: subprocess.Popen[str]) -> dict[int, dict[str, object]]:
+    out, err = process.communicate(timeout=120)
+    reports = [json.loads(line) for line in out.splitlines()]
+    assert reports, err
+    return {report["rank"]: report for report in reports}
+
+
+def check_sums(gang: ModuleType, world: int, seed: int, out: Path) -> None:
+    seen = [np.load(out / f"rank{rank}.npz") for rank in range(world)]
+    for key in seen[0]:
+        for other in seen[1:]:
+            assert seen[0][key].tobytes() == other[key].tobytes(), key
+    for dtype in gang.DTYPES:
+        for size in gang.SIZES:
+            parts = [gang.part(seed, rank, size, dtype) for rank in range(world)]
+            wide = torch.float32 if dtype.itemsize == 2 else dtype
+            total = parts[0].to(wide)
+            for x in parts[1:]:
+                total = total + x.to(wide)
+            expected = gang.as_bytes(total.to(dtype))
+            assert seen[0][f"sum {dtype} {size}"].tobytes() == expected.tobytes(), (dtype, size)
+            gathered = gang.as_bytes(torch.stack(parts))
+            assert seen[0][f"gather {dtype} {size}"].tobytes() == gathered.tobytes()
+    for size in gang.PLAN_SIZES:
+        assert np.array_equal(seen[-1][f"plan {size}"], np.arange(size, dtype=np.int32) * 7 + seed)
+    last = seen[0]["repeat 199"].view(np.float32)
+    assert last.tolist() == [float(199 * world + sum(range(world)))] * 17
+
+
+@BOTH
+@pytest.mark.parametrize("world", [2, 3, 4])
+def test_every_rank_gets_the_bits_of_the_sum_in_rank_order(
+    start: Start, gang: ModuleType, tmp_path: Path, name: str, world: int
+) -> None:
+    reports = finish(start("sums", name, world, tmp_path))
+    assert {r["result"] for r in reports.values()} == {"done"}, reports
+    check_sums(gang, world, 1, tmp_path)
+
+
+def test_two_gangs_of_one_machine_do_not_mix(
+    start: Start, gang: ModuleType, tmp_path: Path
+) -> None:
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for folder in folders:
+        folder.mkdir()
+    gangs = [start("sums", "shm", 2, folder, seed) for seed, folder in enumerate(folders)]
+    for seed, (process, folder) in enumerate(zip(gangs, folders, strict=True)):
+        finish(process)
+        check_sums(gang, 2, seed, folder)
+
+
+@BOTH
+def test_a_killed_peer_ends_the_wait_with_an_error(start: Start, tmp_path: Path, name: str) -> None:
+    reports = finish(start("dead_peer", name, 3, tmp_path))
+    assert sorted(reports) == [0, 2]
+    for report in reports.values():
+        assert report["result"] == "RankError"
+        if name == "shm":
+            assert "ranks [1] did not reach collective 2" in report["detail"]["message"]
+
+
+@BOTH
+def test_a_killed_leader_ends_the_wait_for_a_plan(start: Start, tmp_path: Path, name: str) -> None:
+    reports = finish(start("dead_leader", name, 2, tmp_path))
+    assert reports[1]["result"] == "RankError"
+    assert "\n" not in reports[1]["detail"]["message"]
+
+
+@BOTH
+def test_a_rank_that_never_joins_is_named(start: Start, tmp_path: Path, name: str) -> None:
+    reports = finish(start("late_rank", name, 3, tmp_path))
+    assert reports[0]["detail"]["rank"] == 1
+    assert "ranks [1] did not arrive" in reports[0]["detail"]["message"]
+
+
+def test_ranks_in_different_steps_are_told_apart(start: Start, tmp_path: Path) -> None:
+    reports = finish(start("different_steps", "shm", 2, tmp_path))
+    message = reports[0]["detail"]["message"]
+    assert "a sum of 32 bytes here and a gather of 32 bytes on rank 1" in message
+
+
+def test_killed_ranks_leave_no_shared_memory_behind(start: Start, tmp_path: Path) -> None:
+    process = start("wait_for_kill", "shm", 2, tmp_path)
+    assert process.stdout is not None
+    reports = [json.loads(process.stdout.readline()) for _ in range(2)]
+    for report in reports:
+        assert report["result"] == "shared"
+        assert report["detail"] is False, "a named file in /dev/shm would outlive a killed rank"
+    before = set(os.listdir("/dev/shm"))
+    os.killpg(process.pid, signal.SIGKILL)
+    process.communicate()
+    assert not {f for f in set(os.listdir("/dev/shm")) - before if "nrank" in f}
+
+
+def open_threads(world: int, open_one: Callable[[comm_store.Meeting], Comm]) -> list[Comm]:
+    store, port = comm_store.listen("127.0.0.1", 30)
+    comms: dict[int, Comm] = {}
+
+    def join(rank: int) -> None:
+        own = store if rank == 0 else None
+        comms[rank] = open_one(comm_store.join(rank, world, "127.0.0.1", port, 30, own))
+
+    in_threads(world, join)
+    return [comms[rank] for rank in range(world)]
+
+
+def in_threads(world: int, run: Callable[[int], None]) -> None:
+    threads = [threading.Thread(target=run, args=(rank,)) for rank in range(world)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("size", [1, 15, 16, 17, 64, 65, 1000])
+def test_ranks_of_one_process_reduce_in_chunks_of_a_small_segment(size: int) -> None:
+    world = 3
+    comms = open_threads(world, lambda meeting: comm_shm.open_shm(meeting, 30, half_bytes=64))
+    results: dict[int, list[torch.Tensor]] = {}
+
+    def run(rank: int) -> None:
+        x = torch.arange(size, dtype=torch.float32) + rank
+        gathered = comms[rank].all_gather(x)
+        results[rank] = [comms[rank].all_reduce_(x), gathered]
+        comms[rank].close()
+
+    in_threads(world, run)
+    for total, gathered in results.values():
+        assert torch.equal(total, torch.arange(size) * 3.0 + 3)
+        assert torch.equal(gathered, torch.stack([torch.arange(size) + r for r in range(3)]))
+
+
+def test_a_plan_of_another_type_is_refused() -> None:
+    comms = open_threads(2, lambda meeting: comm_shm.open_shm(meeting, 30))
+    with pytest.raises(RankError, match="int32 words in one dimension, got int64"):
+        comms[0].send_plan(np.zeros(3, dtype=np.int64))
+    for comm in comms:
+        comm.close()
+
+
+def test_a_gang_of_one_opens_nothing() -> None:
+    comm = make_comm(EngineConfig(model_dir=""), 0, 1)
+    assert isinstance(comm, LocalComm)
+    x = torch.ones(3)
+    assert comm.all_reduce_(x) is x
+    assert comm.all_gather(x).shape == (1, 3)
+
+
+def test_the_choice_follows_device_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("platform.machine", lambda: "x86_64")
+    assert choose_comm(EngineConfig(model_dir="")) == "shm"
+    assert choose_comm(EngineConfig(model_dir="", device="cuda")) == "gloo"
+    assert choose_comm(EngineConfig(model_dir="", comm="gloo")) == "gloo"
+    monkeypatch.setattr("platform.machine", lambda: "aarch64")
+    assert choose_comm(EngineConfig(model_dir="")) == "gloo"
+    with pytest.raises(ConfigError, match="'shm' needs an x86-64 CPU, this is aarch64"):
+        make_comm(EngineConfig(model_dir="", comm="shm"), 0, 2)
+    with pytest.raises(ConfigError, match="'nccl' is not built in"):
+        make_comm(EngineConfig(model_dir="", comm="nccl"), 0, 2)
