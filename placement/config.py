@@ -24,6 +24,7 @@ class EngineConfig:
     mtp: int = 0
     prefix_cache: bool = False
     check_interval_steps: int = 64  # decisions of all ranks are compared this often
+    check_contracts: bool = False  # ops verify ids, slots and shapes before they run
     comm: str = "auto"  # auto | shm | gloo | nccl | hccl
     load_timeout_s: float = 600.0
     start_timeout_s: float = 120.0

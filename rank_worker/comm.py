@@ -51,6 +51,9 @@ class Comm(Protocol):
 
     def barrier(self) -> None: ...
 
+    def roll_call(self, phase: str, timeout_s: float) -> None:
+        """Wait, at length and without a collective, until all ranks reached `phase`."""
+
     def close(self) -> None: ...
 
 
@@ -74,6 +77,9 @@ class LocalComm:
         raise AssertionError("a gang of one rank has nobody to receive a plan from")
 
     def barrier(self) -> None:
+        pass
+
+    def roll_call(self, phase: str, timeout_s: float) -> None:
         pass
 
     def close(self) -> None:

@@ -110,6 +110,7 @@ class GlooComm:
         self.rank = meeting.rank
         self.world_size = meeting.world_size
         self.seconds = 0.0
+        self._meeting = meeting
         self._control = ControlGroup(meeting, timeout_s)
         self._data = open_group(backend, meeting, "data", timeout_s)
         self._parts: dict[torch.dtype, Tensor] = {}
@@ -146,6 +147,9 @@ class GlooComm:
         except RuntimeError as error:
             raise broken(self.rank, "barrier", error) from error
         self.seconds += time.perf_counter() - start
+
+    def roll_call(self, phase: str, timeout_s: float) -> None:
+        self._meeting.renewed(timeout_s).roll_call(phase)
 
     def close(self) -> None:
         self._data.shutdown()

@@ -59,6 +59,7 @@ class ShmComm:
         self.rank = meeting.rank
         self.world_size = meeting.world_size
         self.seconds = 0.0
+        self._meeting = meeting
         self._segment = segment
         self._control = control
         self._timeout_s = timeout_s
@@ -103,6 +104,9 @@ class ShmComm:
         start = time.perf_counter()
         self._meet(BARRIER)
         self.seconds += time.perf_counter() - start
+
+    def roll_call(self, phase: str, timeout_s: float) -> None:
+        self._meeting.renewed(timeout_s).roll_call(phase)
 
     def close(self) -> None:
         self._views.clear()

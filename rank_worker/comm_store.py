@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
@@ -34,6 +34,10 @@ class Meeting:
     @property
     def remaining(self) -> timedelta:
         return timedelta(seconds=max(0.05, self.deadline - time.monotonic()))
+
+    def renewed(self, timeout_s: float) -> Meeting:
+        """The same seat with a new deadline."""
+        return replace(self, deadline=time.monotonic() + timeout_s)
 
     def roll_call(self, phase: str) -> None:
         """Wait until all ranks reached `phase`; RankError names the ones that did not."""

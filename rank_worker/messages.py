@@ -48,6 +48,7 @@ class TokenBatch:
     request_id: str
     token_ids: tuple[int, ...]
     finish_reason: FinishReason | None = None
+    time_s: float = 0.0  # time.time() on rank 0 when the step was committed
     error_kind: str | None = None  # placement.errors.ErrorKind value when finish_reason is ERROR
     error_message: str | None = None
     prompt_tokens: int = 0

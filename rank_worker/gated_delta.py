@@ -1,0 +1,105 @@
+"""Gated delta rule mixer: this rank's value heads, their state slots, and the partial output."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ops.registry import OpSet
+from placement.config import RankShare
+from placement.spec import Axis, GatedDeltaSpec, ModelSpec
+from rank_worker.batch import StepBatch
+
+
+class GatedDeltaState:
+    """Recurrent and convolution state of every slot, one layer. Recurrent state is fp32."""
+
+    def __init__(self, spec: GatedDeltaSpec, heads: int, channels: int, slots: int, dtype):
+        self.recurrent = torch.zeros(slots, heads, spec.key_dim, spec.value_dim)
+        self.conv = torch.zeros(slots, spec.conv_kernel - 1, channels, dtype=dtype)
+
+    def reset(self, slot: int) -> None:
+        self.recurrent[slot].zero_()
+        self.conv[slot].zero_()
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        return {"recurrent_slots": [self.recurrent], "conv_state": [self.conv]}
+
+
+class GatedDeltaMixer:
+    """x [T, H] -> partial sum [T, H] over this rank's value heads."""
+
+    def __init__(
+        self,
+        ops: OpSet,
+        model: ModelSpec,
+        spec: GatedDeltaSpec,
+        weights: dict[str, Tensor],
+        prefix: str,
+        share: RankShare,
+        slots: int,
+    ) -> None:
+        self.ops, self.spec, self.eps = ops, spec, model.norm_eps
+        first_key, last_key = share.ranges[Axis.KEY_HEADS]
+        first_value, last_value = share.ranges[Axis.VALUE_HEADS]
+        self.key_heads, self.value_heads = last_key - first_key, last_value - first_value
+        group = spec.num_value_heads // spec.num_key_heads
+        # Key head of each local value head, as a local index: groups are consecutive.
+        self.key_head = torch.arange(first_value, last_value) // group - first_key
+        names = ("qkv", "z", "b", "a")
+        self.in_proj = torch.cat([weights.pop(f"{prefix}.{name}") for name in names])
+        conv = weights.pop(f"{prefix}.conv")
+        self.conv_weight = conv.reshape(conv.shape[0], conv.shape[-1])
+        self.a_log = weights.pop(f"{prefix}.a_log")
+        self.dt_bias = weights.pop(f"{prefix}.dt_bias")
+        self.norm = weights.pop(f"{prefix}.norm")
+        self.out = weights.pop(f"{prefix}.out")
+        self.widths = [self.conv_weight.shape[0], self.value_heads * spec.value_dim]
+        self.widths += [self.value_heads, self.value_heads]
+        self.state = GatedDeltaState(
+            spec, self.value_heads, self.widths[0], slots, self.in_proj.dtype
+        )
+
+    def forward(self, x: Tensor, batch: StepBatch) -> Tensor:
+        if not self.value_heads:
+            return torch.zeros_like(x)
+        projected = torch.nn.functional.linear(x, self.in_proj)
+        channels, z, b, a = projected.split(self.widths, dim=-1)
+        g, beta = self.ops.delta_gates(a, b, self.a_log, self.dt_bias)
+        parts = []
+        if batch.num_decode:
+            n = batch.num_decode
+            parts.append(self._decode(channels[:n], g[:n], beta[:n], batch.decode_slots))
+        for row in batch.prefill:
+            s = slice(row.begin, row.end)
+            parts.append(self._prefill(channels[s], g[s], beta[s], row.slot))
+        out = parts[0] if len(parts) == 1 else torch.cat(parts)
+        gate = z.reshape(out.shape)
+        normed = self.ops.gated_rms_norm(out, self.norm, gate, self.eps, self.spec.gate_activation)
+        return torch.nn.functional.linear(normed.flatten(1), self.out)
+
+    def _heads(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        spec, tokens = self.spec, channels.shape[0]
+        keys = self.key_heads * spec.key_dim
+        q = channels[:, :keys].reshape(tokens, self.key_heads, spec.key_dim)
+        k = channels[:, keys : 2 * keys].reshape(tokens, self.key_heads, spec.key_dim)
+        v = channels[:, 2 * keys :].reshape(tokens, self.value_heads, spec.value_dim)
+        return q, k, v
+
+    def _decode(self, channels: Tensor, g: Tensor, beta: Tensor, slots: Tensor) -> Tensor:
+        mixed = self.ops.causal_conv_step(channels, self.conv_weight, self.state.conv, slots)
+        q, k, v = self._heads(mixed)
+        return self.ops.gated_delta_step(
+            q, k, v, g, beta, self.key_head, self.state.recurrent, slots
+        )
+
+    def _prefill(self, channels: Tensor, g: Tensor, beta: Tensor, slot: int) -> Tensor:
+        window = self.state.conv[slot]
+        mixed, new_window = self.ops.causal_conv_chunk(channels, self.conv_weight, window)
+        window.copy_(new_window)
+        q, k, v = self._heads(mixed)
+        out, new_state = self.ops.gated_delta_chunk(
+            q, k, v, g, beta, self.key_head, self.state.recurrent[slot]
+        )
+        self.state.recurrent[slot].copy_(new_state)
+        return out

@@ -1,0 +1,243 @@
+"""Runs a gang without Ray: rank 0 in this process, the others as spawned processes.
+
+For `generate`, benchmarks, tests and machines without Ray. The parent watches its children; they
+end with it however it ends.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from multiprocessing.connection import Connection, wait
+from typing import Any
+
+from placement.config import EngineConfig
+from placement.errors import NrankError, RankError
+from rank_worker.messages import EngineRequest, FinishReason, RankSnapshot, TokenBatch
+from rank_worker.rank import Rank
+
+POLL_S = 0.2
+STOP_TIMEOUT_S = 10.0
+_PR_SET_PDEATHSIG = 1
+
+
+@dataclass(frozen=True)
+class GenerationResult:
+    """What one request came to. Times are seconds since it was submitted."""
+
+    request_id: str
+    token_ids: tuple[int, ...]
+    finish_reason: FinishReason
+    prompt_tokens: int
+    cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
+    ttft_s: float
+    last_token_s: float
+    error: str | None = None
+
+
+class _Child:
+    """A spawned rank and the pipe that its last words come through."""
+
+    def __init__(self, config: EngineConfig, rank: int, world_size: int, port: int) -> None:
+        context = multiprocessing.get_context("spawn")
+        self.rank = rank
+        self.pipe, theirs = context.Pipe()
+        arguments = (config, rank, world_size, port, theirs, os.getpid())
+        self.process = context.Process(target=_child_main, args=arguments, daemon=True)
+        self.process.start()
+        theirs.close()
+
+    def failure(self) -> NrankError | None:
+        """Why the process ended before it was told to, or None while it runs."""
+        if self.process.is_alive():
+            return None
+        try:
+            if self.pipe.poll(0):
+                error = self.pipe.recv()
+                if isinstance(error, NrankError):
+                    return error
+        except EOFError:
+            pass
+        code = self.process.exitcode
+        how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
+        return RankError(f"rank {self.rank} {how}; see its output above", self.rank)
+
+
+def _child_main(
+    config: EngineConfig, rank: int, world_size: int, port: int, pipe: Connection, parent: int
+) -> None:
+    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:  # the parent died before the line above
+        os._exit(1)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    worker = Rank(config, rank, world_size)
+    try:
+        worker.open(port)
+        worker.load()
+        pipe.send(worker.snapshot())
+        worker.run()
+        pipe.send(worker.snapshot())
+    except NrankError as error:
+        pipe.send(error)
+        os._exit(1)
+    finally:
+        worker.close()
+
+
+class Engine:
+    """A running gang. `generate` takes requests and returns when all of them ended."""
+
+    def __init__(self, config: EngineConfig) -> None:
+        self.config = config
+        self.rank0 = Rank(config, 0, config.ranks)
+        self.snapshots: list[RankSnapshot] = []
+        self._children: list[_Child] = []
+        self._thread = threading.Thread(target=self._lead, name="rank-0", daemon=True)
+        self._loaded = threading.Event()
+        self._error: BaseException | None = None
+        self._port = 0
+        self._times: dict[str, Any] = {}
+
+    def start(self) -> None:
+        """Spawns, loads and warms up all ranks; raises the first rank's error."""
+        world_size = self.config.ranks
+        if world_size > 1:
+            os.environ.setdefault("OMP_NUM_THREADS", "1")
+            self._port = self.rank0.listen()
+            self._children = [
+                _Child(self.config, rank, world_size, self._port) for rank in range(1, world_size)
+            ]
+        self._thread.start()
+        deadline = time.monotonic() + self.config.start_timeout_s + self.config.load_timeout_s
+        while not self._loaded.wait(POLL_S):
+            self._raise_failure()
+            if time.monotonic() > deadline:
+                raise RankError("ranks did not start in time: raise start_timeout_s", 0)
+        self.snapshots = [self.rank0.snapshot()] + [c.pipe.recv() for c in self._children]
+
+    def _lead(self) -> None:
+        try:
+            self.rank0.open(self._port)
+            self.rank0.load()
+            self._loaded.set()
+            self.rank0.run()
+        except BaseException as error:  # handed to the caller's thread, which raises it
+            self._error = error
+        finally:
+            self.rank0.close()
+
+    def _raise_failure(self) -> None:
+        dead = [c for c in self._children if not c.process.is_alive()]
+        if self._error is not None and not dead:
+            wait([c.process.sentinel for c in self._children], timeout=1.0)
+            dead = [c for c in self._children if not c.process.is_alive()]
+        for child in dead:
+            failure = child.failure()
+            if failure is not None:
+                raise failure
+        if self._error is not None:
+            raise self._error
+
+    def generate(self, requests: Sequence[EngineRequest]) -> list[GenerationResult]:
+        """Runs all requests concurrently; results in the order of `requests`."""
+        records = {r.request_id: _Record(r) for r in requests}
+        self.rank0.submit(requests)
+        for batch in self._batches(len(requests)):
+            records[batch.request_id].add(batch)
+        results = [records[r.request_id].result() for r in requests]
+        self._times = _rates(results, requests)
+        return results
+
+    def _batches(self, num_open: int) -> Iterator[TokenBatch]:
+        while num_open:
+            batches = self.rank0.poll_outputs(POLL_S)
+            if not batches:
+                self._raise_failure()
+            for batch in batches:
+                num_open -= batch.finish_reason is not None
+                yield batch
+
+    def stats(self) -> dict[str, Any]:
+        """Rates of the last `generate` and the bytes each rank read."""
+        return {**self._times, "bytes_read": [s.weights_read_bytes for s in self.snapshots]}
+
+    def close(self) -> None:
+        """Stops the loops, then ends whatever did not stop in time."""
+        if self._error is None and self._loaded.is_set():
+            self.rank0.stop()
+            self._thread.join(STOP_TIMEOUT_S)
+            for child in self._children:
+                child.process.join(STOP_TIMEOUT_S)
+        for child in self._children:
+            if child.process.is_alive():
+                child.process.kill()
+            child.process.join(STOP_TIMEOUT_S)
+            child.pipe.close()
+
+
+class _Record:
+    """Collects one request's batches."""
+
+    def __init__(self, request: EngineRequest) -> None:
+        self.request = request
+        self.submitted_s = time.time()
+        self.first_s = self.last_s = 0.0
+        self.token_ids: list[int] = []
+        self.last: TokenBatch | None = None
+
+    def add(self, batch: TokenBatch) -> None:
+        if batch.token_ids and not self.token_ids:
+            self.first_s = batch.time_s
+        self.last_s = batch.time_s
+        self.token_ids += batch.token_ids
+        self.last = batch
+
+    def result(self) -> GenerationResult:
+        last = self.last
+        assert last is not None
+        assert last.finish_reason is not None
+        return GenerationResult(
+            self.request.request_id, tuple(self.token_ids), last.finish_reason,
+            len(self.request.prompt_ids), last.cached_tokens, last.draft_tokens,
+            last.accepted_tokens, max(0.0, self.first_s - self.submitted_s),
+            self.last_s - self.submitted_s, last.error_message,
+        )  # fmt: skip
+
+
+def _rates(
+    results: Sequence[GenerationResult], requests: Sequence[EngineRequest]
+) -> dict[str, Any]:
+    """Decode rate = tokens after the first ones over the time in which they were made."""
+    first = min(r.ttft_s for r in results)
+    last_first = max(r.ttft_s for r in results)
+    end = max(r.last_token_s for r in results)
+    decoded = sum(max(0, len(r.token_ids) - 1) for r in results)
+    prompt = sum(len(r.prompt_ids) for r in requests)
+    return {
+        "decode_tokens_per_s": decoded / (end - first) if end > first else 0.0,
+        "prefill_tokens_per_s": prompt / last_first if last_first > 0 else 0.0,
+        "ttft_s": first,
+        "draft_tokens": sum(r.draft_tokens for r in results),
+        "accepted_tokens": sum(r.accepted_tokens for r in results),
+        "cached_tokens": sum(r.cached_tokens for r in results),
+    }
+
+
+@contextmanager
+def launch_engine(config: EngineConfig) -> Iterator[Engine]:
+    """A started Engine, closed at the end. NrankError when it can't start."""
+    engine = Engine(config)
+    try:
+        engine.start()
+        yield engine
+    finally:
+        engine.close()

@@ -1,0 +1,144 @@
+"""The layer driver: runs one step through all layers and is the only place that reduces.
+
+Reductions of a step: the embedding, the n-gram embedding, and two a layer (token mixer; routed
+plus shared experts). Dispatches on mixer kinds; knows no model by name.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ops.registry import OpSet
+from placement.config import RankShare
+from placement.spec import Axis, GatedDeltaSpec, LayerSpec, ModelSpec, SparseAttentionSpec
+from rank_worker.batch import StepBatch
+from rank_worker.comm import Comm
+from rank_worker.gated_delta import GatedDeltaMixer
+from rank_worker.moe import MoeChannel
+from rank_worker.ngram import NgramInjection
+from rank_worker.residual import StreamSite
+from rank_worker.sparse_attention import SparseAttentionMixer
+
+CacheShape = tuple[int, int, int]  # pages, page tokens, slots
+
+
+class Layer:
+    """One layer's parts, built from this rank's weights (which it takes out of `weights`)."""
+
+    def __init__(
+        self,
+        ops: OpSet,
+        model: ModelSpec,
+        spec: LayerSpec,
+        weights: dict[str, Tensor],
+        share: RankShare,
+        cache_shape: CacheShape,
+    ) -> None:
+        prefix, slots = f"layers.{spec.index}", cache_shape[2]
+        self.mixer_site = StreamSite(ops, model, weights, f"{prefix}.mixer_site")
+        self.channel_site = StreamSite(ops, model, weights, f"{prefix}.channel_site")
+        self.mixer: GatedDeltaMixer | SparseAttentionMixer
+        if isinstance(spec.mixer, GatedDeltaSpec):
+            self.mixer = GatedDeltaMixer(
+                ops, model, spec.mixer, weights, f"{prefix}.mixer", share, slots
+            )
+        else:
+            self.mixer = SparseAttentionMixer(
+                ops, model, spec.mixer, weights, f"{prefix}.mixer", share, cache_shape
+            )
+        self.channel = MoeChannel(
+            ops, spec.channel, weights, f"{prefix}.channel", share.experts[spec.index]
+        )
+        self.ngram: NgramInjection | None = None
+        if spec.ngram is not None:
+            self.ngram = NgramInjection(
+                ops, model, spec.ngram, weights, f"{prefix}.ngram", share, slots
+            )
+
+
+class Model:
+    """All layers of one rank. `forward` returns this rank's logits of the rows asked for."""
+
+    def __init__(
+        self,
+        ops: OpSet,
+        spec: ModelSpec,
+        weights: dict[str, Tensor],
+        share: RankShare,
+        comm: Comm,
+        cache_shape: CacheShape,
+    ) -> None:
+        self.ops, self.spec, self.comm = ops, spec, comm
+        self.first_vocab, _ = share.ranges[Axis.VOCAB]
+        self.embed, self.head = weights.pop("embed"), weights.pop("head")
+        self.final_site = StreamSite(ops, spec, weights, "final_mixer")
+        self.layers = [
+            Layer(ops, spec, layer, weights, share, cache_shape) for layer in spec.layers
+        ]
+        self.rope = _rope_of(spec)
+
+    def forward(self, batch: StepBatch) -> Tensor:
+        """Logits [S, local vocab] of the rows `batch.sample_rows`."""
+        streams = self._embed(batch.token_ids)
+        rope = self.ops.rope_tables(batch.positions, *self.rope, streams.dtype)
+        for layer in self.layers:
+            self._layer(layer, streams, batch, rope)
+        if not batch.all_sampled:
+            streams = streams.index_select(0, batch.sample_rows)
+        mixed, _ = self.final_site.mix(streams)
+        return linear(mixed, self.head)
+
+    def _embed(self, token_ids: Tensor) -> Tensor:
+        rows = self.ops.table_rows(self.embed, token_ids, self.first_vocab)
+        hidden = self.comm.all_reduce_(rows)
+        return hidden.unsqueeze(1).repeat(1, self.spec.residual.num_streams, 1)
+
+    def _layer(
+        self, layer: Layer, streams: Tensor, batch: StepBatch, rope: tuple[Tensor, Tensor]
+    ) -> None:
+        if layer.ngram is not None:
+            embedding = self.comm.all_reduce_(layer.ngram.rows(batch))
+            layer.ngram.inject_(streams, embedding, batch)
+        x, inject = layer.mixer_site.mix(streams)
+        if isinstance(layer.mixer, SparseAttentionMixer):
+            y = layer.mixer.forward(x, batch, rope)
+        else:
+            y = layer.mixer.forward(x, batch)
+        layer.mixer_site.inject_(streams, inject, self.comm.all_reduce_(y))
+        x, inject = layer.channel_site.mix(streams)
+        y = layer.channel.forward(x, batch)
+        layer.channel_site.inject_(streams, inject, self.comm.all_reduce_(y))
+
+    def reset_slot(self, slot: int) -> None:
+        """Zeroes everything that a new sequence in `slot` would otherwise inherit."""
+        for layer in self.layers:
+            layer.mixer.state.reset(slot)
+            if layer.ngram is not None:
+                layer.ngram.state.reset(slot)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Allocated bytes of caches and states by ledger row."""
+        total: dict[str, int] = {}
+        for layer in self.layers:
+            states = [layer.mixer.state] + ([layer.ngram.state] if layer.ngram else [])
+            for state in states:
+                for row, tensors in state.tensors().items():
+                    total[row] = total.get(row, 0) + sum(t.nbytes for t in tensors)
+        return total
+
+
+def _rope_of(spec: ModelSpec) -> tuple[int, float]:
+    """(rotary dim, theta), one for the whole model."""
+    kinds = {
+        (layer.mixer.rotary_dim, layer.mixer.rope_theta)
+        for layer in spec.layers
+        if isinstance(layer.mixer, SparseAttentionSpec)
+    }
+    assert len(kinds) <= 1, "one rotary embedding a model"
+    return kinds.pop() if kinds else (0, 1.0)
+
+
+def parameter_dtype(name: str) -> torch.dtype:
+    return {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}[name]

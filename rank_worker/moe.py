@@ -1,0 +1,52 @@
+"""Mixture-of-experts channel mixer: the routed experts this rank owns and its shared-expert slice.
+
+Every rank sees all tokens and routes alike; routes to peers' experts contribute exact zeros. The
+result is a partial sum of routed and shared output, reduced once by the layer driver.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ops.registry import OpSet
+from placement.spec import MoeSpec
+from rank_worker.batch import StepBatch
+
+
+class MoeChannel:
+    """x [T, H] -> partial sum [T, H]."""
+
+    def __init__(
+        self,
+        ops: OpSet,
+        spec: MoeSpec,
+        weights: dict[str, Tensor],
+        prefix: str,
+        experts: tuple[int, ...],
+    ) -> None:
+        self.ops, self.spec = ops, spec
+        self.gate_up = weights.pop(f"{prefix}.experts_gate_up")
+        self.down = weights.pop(f"{prefix}.experts_down")
+        self.local_of = torch.full((spec.num_experts,), -1, dtype=torch.int64)
+        self.local_of[torch.tensor(experts, dtype=torch.int64)] = torch.arange(len(experts))
+        names = ("router", "shared_gate", "shared_gate_proj", "shared_up_proj")
+        parts = [weights.pop(f"{prefix}.{name}") for name in names]
+        self.widths = [part.shape[0] for part in parts[:2]] + [2 * parts[2].shape[0]]
+        self.in_proj = torch.cat(parts)
+        self.shared_down = weights.pop(f"{prefix}.shared_down")
+        self.computed_pairs = torch.zeros(1, dtype=torch.int64)
+
+    def forward(self, x: Tensor, batch: StepBatch) -> Tensor:
+        logits, shared_gate, gate_up = linear(x, self.in_proj).split(self.widths, dim=-1)
+        route_weights, ids = self.ops.route(logits, self.spec.top_k, self.spec.normalise_top_k)
+        if batch.decisions is not None:
+            batch.note_decision(ids)
+        out = self.ops.moe_experts(x, route_weights, ids, self.gate_up, self.down, self.local_of)
+        return out.add_(self._shared(gate_up, shared_gate))
+
+    def _shared(self, gate_up: Tensor, shared_gate: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=-1)
+        hidden = torch.nn.functional.silu(gate).mul_(up).mul_(torch.sigmoid(shared_gate))
+        return linear(hidden, self.shared_down)

@@ -1,0 +1,116 @@
+"""Hashed n-gram embedding: this rank's rows of the table, and the injection into the streams."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ops.reference.norm import unit_offset
+from ops.registry import OpSet
+from placement.config import RankShare
+from placement.errors import CheckpointError
+from placement.spec import Axis, ModelSpec, NgramSpec
+from rank_worker.batch import StepBatch
+
+
+class NgramState:
+    """Past token ids and past inputs of the dilated convolution, a slot."""
+
+    def __init__(self, spec: NgramSpec, channels: int, slots: int, dtype: torch.dtype) -> None:
+        self.eos = spec.eos_token_id
+        self.history = torch.full((slots, spec.context_tokens), self.eos, dtype=torch.int64)
+        self.conv = torch.zeros(slots, spec.conv_window, channels, dtype=dtype)
+
+    def reset(self, slot: int) -> None:
+        self.history[slot].fill_(self.eos)
+        self.conv[slot].zero_()
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        return {"conv_state": [self.history, self.conv]}
+
+
+class NgramInjection:
+    """`rows` gathers this rank's part of the embedding; `inject_` adds the reduced one."""
+
+    def __init__(
+        self,
+        ops: OpSet,
+        model: ModelSpec,
+        spec: NgramSpec,
+        weights: dict[str, Tensor],
+        prefix: str,
+        share: RankShare,
+        slots: int,
+    ) -> None:
+        self.ops, self.spec, self.eps = ops, spec, model.norm_eps
+        streams, hidden = model.residual.num_streams, model.hidden
+        self.first_row = share.ranges[Axis.NGRAM_ROWS][0]
+        self.table = weights.pop(f"{prefix}.table")
+        self.key, self.value = weights.pop(f"{prefix}.key"), weights.pop(f"{prefix}.value")
+        self.scales = tuple(
+            unit_offset(weights.pop(f"{prefix}.{name}")).view(streams, hidden)
+            for name in ("norm_key", "norm_query", "norm_conv")
+        )
+        conv = weights.pop(f"{prefix}.conv")
+        self.conv_weight = conv.reshape(conv.shape[0], conv.shape[-1])
+        self.multipliers = self._constant(weights, f"{prefix}.multipliers", spec.multipliers)
+        self.vocab_sizes = self._constant(weights, f"{prefix}.vocab_sizes", spec.head_vocab_sizes)
+        self.offsets = self._constant(weights, f"{prefix}.offsets", spec.head_offsets)
+        self.state = NgramState(spec, streams * hidden, slots, self.key.dtype)
+
+    @staticmethod
+    def _constant(weights: dict[str, Tensor], role: str, computed: tuple[int, ...]) -> Tensor:
+        """The hash constants that the config implies; the checkpoint's copy must agree."""
+        stored = weights.pop(role, None)
+        if stored is not None and tuple(stored.tolist()) != computed:
+            raise CheckpointError(
+                f"tensor {role} of the checkpoint holds {stored.tolist()}, but config.json "
+                f"implies {list(computed)}: the config and the weights don't belong together"
+            )
+        return torch.tensor(computed, dtype=torch.int64)
+
+    def rows(self, batch: StepBatch) -> Tensor:
+        """Partial embedding [T, embed_dim]: zeros where another rank owns the row."""
+        parts = []
+        if batch.num_decode:
+            ids = batch.token_ids[: batch.num_decode, None]
+            held = self.state.history.index_select(0, batch.decode_slots)
+            history = torch.cat([held, ids], dim=1)
+            self.state.history[batch.decode_slots] = history[:, 1:]
+            parts.append(self._hash(history).flatten(0, 1))
+        for row in batch.prefill:
+            ids = batch.token_ids[None, row.begin : row.end]
+            history = torch.cat([self.state.history[row.slot : row.slot + 1], ids], dim=1)
+            self.state.history[row.slot] = history[0, -self.spec.context_tokens :]
+            parts.append(self._hash(history).flatten(0, 1))
+        hashed = parts[0] if len(parts) == 1 else torch.cat(parts)
+        return self.ops.table_rows(self.table, hashed, self.first_row).flatten(1)
+
+    def _hash(self, history: Tensor) -> Tensor:
+        return self.ops.ngram_ids(
+            history, self.spec.eos_token_id, self.multipliers, self.vocab_sizes, self.offsets
+        )
+
+    def inject_(self, streams: Tensor, embedding: Tensor, batch: StepBatch) -> None:
+        """streams [T, S, H] += gated value + its short convolution."""
+        gated, conv_in = self.ops.ngram_gate(
+            embedding, streams, self.key, self.value, *self.scales, self.eps
+        )
+        dilation, parts = self.spec.ngram_size, []
+        if batch.num_decode:
+            parts.append(
+                self.ops.causal_conv_step(
+                    conv_in[: batch.num_decode], self.conv_weight, self.state.conv,
+                    batch.decode_slots, dilation,
+                )
+            )  # fmt: skip
+        for row in batch.prefill:
+            window = self.state.conv[row.slot]
+            y, new_window = self.ops.causal_conv_chunk(
+                conv_in[row.begin : row.end], self.conv_weight, window, dilation
+            )
+            window.copy_(new_window)
+            parts.append(y)
+        conv = parts[0] if len(parts) == 1 else torch.cat(parts)
+        streams += gated
+        streams += conv.view(streams.shape)

@@ -1,0 +1,245 @@
+"""One rank of a gang: opens its groups, loads its share, and runs the step loop.
+
+Rank 0 leads: it owns the scheduler and sends every step's plan; the others execute what they
+receive. Only the thread that calls `run` touches the device; the other methods are thread-safe.
+Knows nothing of Ray or HTTP.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from ops.registry import Capability, OpSet
+from placement.config import EngineConfig
+from placement.errors import NrankError, RankError
+from placement.models.registry import load_model_spec
+from placement.plan import Plan, make_plan, require_fits
+from placement.reads import plan_reads
+from rank_worker.comm import Comm, LocalComm, make_comm
+from rank_worker.loader import LoadCounter, Loader
+from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
+from rank_worker.model import parameter_dtype
+from rank_worker.runner import Runner
+from rank_worker.scheduler import Scheduler, SchedulerLimits
+from rank_worker.step_plan import Admit, Opcode, PageUpdate, Row, RowFlag, StepPlan, decode, encode
+
+HEARTBEAT_S = 1.0  # an idle rank 0 tells the others at this interval that it lives
+
+
+class Rank:
+    """Life cycle: listen (rank 0) -> open -> load -> run until stop -> close."""
+
+    def __init__(self, config: EngineConfig, rank: int, world_size: int, epoch: int = 0) -> None:
+        self.config, self.rank, self.world_size, self.epoch = config, rank, world_size, epoch
+        self.comm: Comm = LocalComm()
+        self.counter = LoadCounter()
+        self.plan: Plan | None = None
+        self._store: Any = None  # rank 0: the rendezvous store it serves
+        self._runner: Runner | None = None
+        self._scheduler: Scheduler | None = None
+        self._inbox: queue.SimpleQueue[EngineRequest | tuple[str, ...]] = queue.SimpleQueue()
+        self._outbox: queue.SimpleQueue[list[TokenBatch]] = queue.SimpleQueue()
+        self._stop = threading.Event()
+        self._phase = "starting"
+        self._step = 0
+        self._busy_steps = 0
+        self._step_seconds = 0.0
+        self._nonfinite_rows = 0
+        self._weight_bytes: dict[str, int] = {}
+
+    def listen(self) -> int:
+        """Rank 0 opens the rendezvous on a free port and returns the port."""
+        from rank_worker.comm_store import listen
+
+        self._store, port = listen(self.config.master_address, self.config.start_timeout_s)
+        return port
+
+    def open(self, port: int) -> None:
+        """Joins the gang's groups; RankError after `start_timeout_s`, naming who is missing."""
+        if self.world_size > 1:
+            self.comm = make_comm(self.config, self.rank, self.world_size, port, self._store)
+
+    def load(self) -> None:
+        """Plans, reads the owned bytes, builds the caches and runs a warm-up step on all ranks."""
+        torch.set_num_threads(1)
+        self._phase = "loading"
+        spec, headers = load_model_spec(self.config.model_dir)
+        self.plan = plan = make_plan(self.config, spec, headers)
+        require_fits(plan)
+        share = plan.shares[self.rank]
+        reads = plan_reads(spec.tensors, share, headers)
+        dtype = parameter_dtype(self.config.dtype)
+        weights = Loader(self.config.model_dir, dtype, self.counter).load(reads)
+        components = {tensor.role: str(tensor.component) for tensor in spec.tensors}
+        for role, tensor in weights.items():
+            row = components[role]
+            self._weight_bytes[row] = self._weight_bytes.get(row, 0) + tensor.nbytes
+        capability = Capability(backend=self.config.device, dtype=self.config.dtype)
+        ops = OpSet(capability, check_contracts=self.config.check_contracts)
+        context = plan.context.configured_tokens
+        self._runner = Runner(
+            self.config, spec, plan.shares, weights, ops, self.comm, plan.num_pages, context
+        )
+        if self.rank == 0:
+            self._scheduler = Scheduler(self._limits(plan))
+        self.comm.roll_call("loaded", self.config.load_timeout_s)
+        self._warm_up()
+        self._phase = "ready"
+
+    def _limits(self, plan: Plan) -> SchedulerLimits:
+        c = self.config
+        return SchedulerLimits(
+            c.step_tokens, c.prefill_chunk_tokens, c.page_tokens, plan.num_pages,
+            c.max_sequences, plan.context.configured_tokens, c.check_interval_steps, self.epoch,
+        )  # fmt: skip
+
+    def _warm_up(self) -> None:
+        """A prefill and a decode step through every layer and collective, on slot 0."""
+        admit = Admit(0, 0.0, 0, 1.0, 0.0, 0, 0)
+        prefill, last = RowFlag.PREFILL | RowFlag.SAMPLE, RowFlag.SAMPLE
+        steps = (
+            StepPlan(
+                Opcode.STEP, self.epoch, 0, True, (admit,), (PageUpdate(0, 0, 0),),
+                (Row(0, 0, 2, prefill),), (0, 0),
+            ),
+            StepPlan(Opcode.STEP, self.epoch, 0, True, (), (), (Row(0, 2, 1, last),), ()),
+        )  # fmt: skip
+        assert self._runner is not None
+        for step in steps:
+            self._runner.execute(decode(encode(step)))
+        self.comm.barrier()
+
+    def run(self) -> None:
+        """The step loop. Returns after `stop`; RankError when a step or a peer fails."""
+        assert self._runner is not None, "load() comes before run()"
+        try:
+            if self.rank == 0:
+                self._lead(self._runner)
+            else:
+                self._follow(self._runner)
+        except NrankError:
+            raise
+        except Exception as error:
+            raise RankError(
+                f"rank {self.rank} failed in step {self._step}: {type(error).__name__}: {error}",
+                rank=self.rank, step=self._step, phase="step",
+            ) from error  # fmt: skip
+
+    def _lead(self, runner: Runner) -> None:
+        scheduler = self._scheduler
+        assert scheduler is not None
+        while not self._stop.is_set():
+            self._drain_inbox(scheduler)
+            plan = scheduler.schedule()
+            self.comm.send_plan(encode(plan))
+            if plan.opcode is Opcode.STEP:
+                ids = self._execute(runner, plan)
+                batches = scheduler.update(ids, time.time())
+                if batches:
+                    self._outbox.put(batches)
+            elif scheduler.waiting:
+                raise RankError("requests wait but none can be scheduled", 0, self._step, "plan")
+        self.comm.send_plan(encode(StepPlan(Opcode.STOP, self.epoch, self._step)))
+
+    def _follow(self, runner: Runner) -> None:
+        while True:
+            plan = decode(self.comm.receive_plan())
+            if plan.opcode is Opcode.STOP:
+                return
+            if plan.epoch != self.epoch:
+                raise RankError(f"plan of epoch {plan.epoch}, not {self.epoch}", self.rank)
+            if plan.opcode is Opcode.STEP:
+                self._execute(runner, plan)
+
+    def _execute(self, runner: Runner, plan: StepPlan) -> list[int]:
+        began = time.perf_counter()
+        ids = runner.execute(plan)
+        host = ids.tolist() if self.rank == 0 else []
+        self._step = plan.step
+        self._busy_steps += 1
+        self._nonfinite_rows += sum(1 for token in host if token < 0)
+        self._step_seconds += time.perf_counter() - began
+        return host
+
+    def _drain_inbox(self, scheduler: Scheduler) -> None:
+        """Takes all that arrived; waits for a heartbeat interval when there is nothing to do."""
+        block = not scheduler.has_work
+        while True:
+            try:
+                item = self._inbox.get(block=block, timeout=HEARTBEAT_S)
+            except queue.Empty:
+                return
+            block = False
+            if isinstance(item, EngineRequest):
+                scheduler.add(item)
+            else:
+                scheduler.abort(item)
+
+    def submit(self, requests: Sequence[EngineRequest]) -> None:
+        """Rank 0: queues admitted requests for the next step."""
+        for request in requests:
+            self._inbox.put(request)
+
+    def abort(self, request_ids: Sequence[str]) -> None:
+        """Rank 0: ends the named requests at the next step boundary; they produce no more."""
+        self._inbox.put(tuple(request_ids))
+
+    def stop(self) -> None:
+        """Rank 0: ends the loop of every rank after the step in flight."""
+        self._stop.set()
+        self._inbox.put(())
+
+    def poll_outputs(self, timeout_s: float) -> tuple[TokenBatch, ...]:
+        """Rank 0: what was generated since the last call; waits up to `timeout_s` for some."""
+        try:
+            batches = list(self._outbox.get(timeout=timeout_s))
+        except queue.Empty:
+            return ()
+        while True:
+            try:
+                batches += self._outbox.get_nowait()
+            except queue.Empty:
+                return tuple(batches)
+
+    def progress(self) -> LoadProgress:
+        return LoadProgress(
+            self.rank, self._phase, self.counter.read_bytes, self.counter.planned_bytes
+        )
+
+    def snapshot(self) -> RankSnapshot:
+        scheduler, runner, plan = self._scheduler, self._runner, self.plan
+        memory = dict(self._weight_bytes)
+        if runner is not None:
+            memory.update(runner.model.state_bytes())
+        pages_total = plan.num_pages if plan else 0
+        slots_total = self.config.max_sequences
+        return RankSnapshot(
+            rank=self.rank,
+            epoch=self.epoch,
+            time_s=time.time(),
+            step=self._step,
+            running=len(scheduler.running) if scheduler else 0,
+            waiting=len(scheduler.waiting) if scheduler else 0,
+            prompt_tokens=scheduler.prompt_tokens if scheduler else 0,
+            generation_tokens=scheduler.generation_tokens if scheduler else 0,
+            preemptions=scheduler.num_preemptions if scheduler else 0,
+            pages_used=pages_total - scheduler.pool.num_free if scheduler else 0,
+            pages_total=pages_total,
+            slots_used=slots_total - len(scheduler.free_slots) if scheduler else 0,
+            slots_total=slots_total,
+            step_seconds=self._step_seconds,
+            collective_seconds=self.comm.seconds,
+            busy_steps=self._busy_steps,
+            weights_read_bytes=self.counter.read_bytes,
+            nonfinite_rows=self._nonfinite_rows,
+            memory_bytes=memory,
+        )
+
+    def close(self) -> None:
+        self.comm.close()

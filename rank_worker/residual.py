@@ -1,0 +1,38 @@
+"""Gated residual streams ("hyper-connections"): the mix before a block and the injection after.
+
+Replicated on every rank: all ranks hold the same streams, bit for bit.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ops.reference.norm import unit_offset
+from ops.registry import OpSet
+from placement.spec import ModelSpec
+
+
+class StreamSite:
+    """One site: streams [T, S, H] -> block input [T, H] and injection weights [T, S]."""
+
+    def __init__(self, ops: OpSet, spec: ModelSpec, weights: dict[str, Tensor], prefix: str):
+        streams, hidden = spec.residual.num_streams, spec.hidden
+        self.ops = ops
+        self.eps = spec.norm_eps
+        self.rank = spec.residual.low_rank
+        self.scale = unit_offset(weights[f"{prefix}.norm"]).view(streams, hidden)
+        parts = [weights[f"{prefix}.down"]]
+        if f"{prefix}.inject" in weights:
+            parts.append(weights[f"{prefix}.inject"])
+        # Both projections read the normed streams divided by the stream count.
+        self.down_inject = torch.cat(parts) / streams
+        self.up = weights[f"{prefix}.up"]
+
+    def mix(self, streams: Tensor) -> tuple[Tensor, Tensor | None]:
+        return self.ops.hyper_mix(
+            streams, self.scale, self.down_inject, self.up, self.eps, self.rank
+        )
+
+    def inject_(self, streams: Tensor, inject: Tensor, block_output: Tensor) -> None:
+        self.ops.hyper_inject_(streams, inject, block_output)

@@ -1,0 +1,75 @@
+"""Executes step plans on one rank: plan -> batch -> model -> sampled ids."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ops.registry import OpSet
+from placement.config import EngineConfig, RankShare
+from placement.errors import RankError
+from placement.spec import Axis, ModelSpec
+from rank_worker.batch import BatchBuilder, StepBatch
+from rank_worker.comm import Comm
+from rank_worker.model import Model
+from rank_worker.sampler import Sampler
+from rank_worker.step_plan import StepPlan
+
+
+class Runner:
+    """Owns the model, the caches of every slot and the sampler of one rank."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        spec: ModelSpec,
+        shares: tuple[RankShare, ...],
+        weights: dict[str, Tensor],
+        ops: OpSet,
+        comm: Comm,
+        num_pages: int,
+        context_tokens: int,
+    ) -> None:
+        slots = config.max_sequences
+        self.comm, self.spec = comm, spec
+        self.model = Model(
+            ops, spec, weights, shares[comm.rank], comm, (num_pages, config.page_tokens, slots)
+        )
+        assert not weights, f"unused weights {sorted(weights)}"
+        max_pages = -(-context_tokens // config.page_tokens)
+        self.builder = BatchBuilder(slots, max_pages, config.page_tokens)
+        vocab = tuple(share.ranges[Axis.VOCAB] for share in shares)
+        self.sampler = Sampler(ops, comm, vocab, slots)
+        self.last_logits: Tensor | None = None  # kept for the golden tests when asked for
+        self.keep_logits = False
+
+    @torch.inference_mode()
+    def execute(self, plan: StepPlan) -> Tensor:
+        """Runs one step; returns the sampled ids [S] on the device."""
+        for admit in plan.admits:
+            self.model.reset_slot(admit.slot)
+            self.sampler.admit(admit)
+        batch = self.builder.build(plan)
+        logits = self.model.forward(batch)
+        if self.keep_logits:
+            self.last_logits = logits
+        ids = self.sampler.sample(
+            logits, batch.sample_slots, batch.sample_slots_host, batch.sample_positions
+        )
+        self.builder.last_tokens[batch.sample_slots] = ids.clamp(min=0)
+        if plan.check:
+            self._check_decisions(batch, ids, plan.step)
+        return ids
+
+    def _check_decisions(self, batch: StepBatch, ids: Tensor, step: int) -> None:
+        """RankError when the ranks routed, selected or sampled differently in this step."""
+        batch.note_decision(ids)
+        mine = torch.stack(batch.decisions or [])
+        parts = self.comm.all_gather(mine)  # [world, decisions]
+        wrong = (parts != parts[0]).any(dim=1).nonzero().flatten().tolist()
+        if wrong:
+            raise RankError(
+                f"rank {wrong[0]} decided otherwise than rank 0 in step {step}: the gang is out "
+                "of step and is restarted",
+                rank=wrong[0], step=step, phase="check",
+            )  # fmt: skip

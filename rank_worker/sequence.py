@@ -1,0 +1,50 @@
+"""A sequence: one admitted request and how far it has been computed."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from rank_worker.messages import EngineRequest, FinishReason
+
+
+@dataclass
+class Sequence:
+    """`tokens` = prompt + generated; `num_computed` of them have their state and KV in place."""
+
+    request: EngineRequest
+    tokens: list[int]
+    slot: int = -1
+    pages: list[int] = field(default_factory=list)
+    num_computed: int = 0
+    num_scheduled: int = 0  # tokens of the step in flight
+    last_on_device: bool = False  # tokens[-1] was sampled into this slot
+    preemptions: int = 0
+
+    @classmethod
+    def of(cls, request: EngineRequest) -> Sequence:
+        return cls(request=request, tokens=list(request.prompt_ids))
+
+    @property
+    def num_prompt(self) -> int:
+        return len(self.request.prompt_ids)
+
+    @property
+    def num_generated(self) -> int:
+        return len(self.tokens) - self.num_prompt
+
+    @property
+    def num_pending(self) -> int:
+        """Tokens that are known and not computed yet."""
+        return len(self.tokens) - self.num_computed
+
+    @property
+    def is_decode(self) -> bool:
+        return self.num_pending == 1 and self.last_on_device
+
+    def finish_after(self, token: int, max_context: int) -> FinishReason | None:
+        """Why the sequence ends with `token` as its newest one, or None."""
+        if not self.request.ignore_eos and token in self.request.stop_token_ids:
+            return FinishReason.STOP
+        if self.num_generated >= self.request.max_tokens or len(self.tokens) >= max_context:
+            return FinishReason.LENGTH
+        return None

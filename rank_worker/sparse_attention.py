@@ -1,0 +1,182 @@
+"""Gated attention over indexer-selected blocks: paged K/V of this rank's heads, index keys of all.
+
+The indexer is replicated: every rank selects the same blocks from the same bits.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn.functional import linear
+
+from ops.reference.norm import unit_offset
+from ops.registry import OpSet
+from placement.config import RankShare
+from placement.spec import Axis, ModelSpec, SparseAttentionSpec
+from rank_worker.batch import PrefillRow, StepBatch
+
+
+class SparseAttentionCache:
+    """Pages of one layer: K, V, pooled index keys; and a ring of raw index keys a slot."""
+
+    def __init__(
+        self, spec: SparseAttentionSpec, kv_heads: int, pages: int, page_tokens: int, slots: int,
+        dtype: torch.dtype,
+    ) -> None:  # fmt: skip
+        shape = (pages, page_tokens, kv_heads, spec.head_dim)
+        blocks = page_tokens // spec.block_tokens
+        # Never read before they are written, so the pools are left uninitialised.
+        self.k = torch.empty(shape, dtype=dtype)
+        self.v = torch.empty(shape, dtype=dtype)
+        self.index = torch.empty(pages, blocks, spec.index_dim, dtype=dtype)
+        self.ring = torch.zeros(slots, spec.ring_rows, spec.index_dim, dtype=dtype)
+
+    def reset(self, slot: int) -> None:
+        self.ring[slot].zero_()
+
+    def tensors(self) -> dict[str, list[Tensor]]:
+        return {"kv_pages": [self.k, self.v], "index_pages": [self.index, self.ring]}
+
+
+def kv_groups(spec: SparseAttentionSpec, share: RankShare) -> tuple[int, ...]:
+    """Query heads of this rank that each of its K/V heads serves."""
+    first, last = share.ranges[Axis.QUERY_HEADS]
+    first_kv, last_kv = share.ranges[Axis.KV_HEADS]
+    group = spec.num_heads // spec.num_kv_heads
+    return tuple(
+        min(last, (kv + 1) * group) - max(first, kv * group) for kv in range(first_kv, last_kv)
+    )
+
+
+class SparseAttentionMixer:
+    """x [T, H] -> partial sum [T, H] over this rank's query heads."""
+
+    def __init__(
+        self,
+        ops: OpSet,
+        model: ModelSpec,
+        spec: SparseAttentionSpec,
+        weights: dict[str, Tensor],
+        prefix: str,
+        share: RankShare,
+        cache_shape: tuple[int, int, int],
+    ) -> None:
+        self.ops, self.spec, self.eps = ops, spec, model.norm_eps
+        self.groups = kv_groups(spec, share)
+        self.heads, self.kv_heads = sum(self.groups), len(self.groups)
+        names = ("q", "k", "v", "index_qk")
+        self.in_proj = torch.cat([weights.pop(f"{prefix}.{name}") for name in names])
+        self.o = weights.pop(f"{prefix}.o")
+        self.q_scale = unit_offset(weights.pop(f"{prefix}.q_norm"))
+        self.k_scale = unit_offset(weights.pop(f"{prefix}.k_norm"))
+        self.index_q_scale = unit_offset(weights.pop(f"{prefix}.index_q_norm"))
+        self.index_k_scale = unit_offset(weights.pop(f"{prefix}.index_k_norm"))
+        d = spec.head_dim
+        self.widths = [self.heads * 2 * d, self.kv_heads * d, self.kv_heads * d]
+        self.widths += [spec.index_heads * spec.index_dim, spec.index_dim]
+        pages, page_tokens, slots = cache_shape
+        self.cache = SparseAttentionCache(
+            spec, self.kv_heads, pages, page_tokens, slots, self.in_proj.dtype
+        )
+
+    @property
+    def state(self) -> SparseAttentionCache:
+        return self.cache
+
+    def forward(self, x: Tensor, batch: StepBatch, rope: tuple[Tensor, Tensor]) -> Tensor:
+        spec, tokens = self.spec, x.shape[0]
+        q_gate, k, v, index_q, index_k = linear(x, self.in_proj).split(self.widths, dim=-1)
+        q_gate = q_gate.view(tokens, self.heads, 2 * spec.head_dim)
+        q, gate = q_gate.split(spec.head_dim, dim=-1)
+        q = self._rope_norm(q, self.q_scale, rope)
+        k = self._rope_norm(k.view(tokens, self.kv_heads, spec.head_dim), self.k_scale, rope)
+        v = v.view(tokens, self.kv_heads, spec.head_dim)
+        self.ops.write_kv_(self.cache.k, self.cache.v, batch.kv_slots, k, v)
+        index_q = index_q.view(tokens, spec.index_heads, spec.index_dim)
+        index_q = self._rope_norm(index_q, self.index_q_scale, rope)
+        self._write_index(index_k, batch)
+        out = self._attend(q, index_q, batch)
+        return linear((out * torch.sigmoid(gate)).flatten(1), self.o)
+
+    def _rope_norm(self, x: Tensor, scale: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
+        return self.ops.apply_rope(self.ops.rms_norm(x, scale, self.eps), *rope)
+
+    def _attend(self, q: Tensor, index_q: Tensor, batch: StepBatch) -> Tensor:
+        parts = []
+        if batch.num_decode:
+            n = batch.num_decode
+            parts.append(
+                self._select_and_attend(
+                    q[:n].unsqueeze(1), index_q[:n].unsqueeze(1), batch.positions[:n, None],
+                    batch.decode_tables, max(batch.decode_starts) + 1,
+                ).squeeze(1)
+            )  # fmt: skip
+        for row in batch.prefill:
+            s = slice(row.begin, row.end)
+            parts.append(
+                self._select_and_attend(
+                    q[s].unsqueeze(0), index_q[s].unsqueeze(0), batch.positions[None, s],
+                    batch.table_of(row), row.start + row.end - row.begin,
+                ).squeeze(0)
+            )  # fmt: skip
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
+
+    def _select_and_attend(
+        self, q: Tensor, index_q: Tensor, positions: Tensor, table: Tensor, context: int
+    ) -> Tensor:
+        """q [B, Q, heads, d]; `context`: tokens that the longest row sees."""
+        spec, blocks = self.spec, None
+        if context // spec.block_tokens > spec.max_blocks:
+            blocks = self.ops.select_blocks(
+                index_q, self.cache.index, table, positions, spec.block_tokens, spec.max_blocks
+            )
+        return self.ops.paged_attention(
+            q, self.cache.k, self.cache.v, table, positions, blocks, spec.block_tokens,
+            self.groups, spec.head_dim**-0.5,
+        )  # fmt: skip
+
+    def _write_index(self, raw: Tensor, batch: StepBatch) -> None:
+        if batch.num_decode:
+            self._write_index_decode(raw[: batch.num_decode], batch)
+        for row in batch.prefill:
+            self._write_index_prefill(raw[row.begin : row.end], row, batch)
+
+    def _write_index_decode(self, raw: Tensor, batch: StepBatch) -> None:
+        """Raw keys go to the ring; a row that completes its block writes the pooled key."""
+        r, ring = self.spec.block_tokens, self.cache.ring
+        starts = batch.decode_starts
+        rows = torch.tensor([s % self.spec.ring_rows for s in starts])
+        ring[batch.decode_slots, rows] = raw
+        done = [i for i, s in enumerate(starts) if (s + 1) % r == 0]
+        if not done:
+            return
+        first = torch.tensor([starts[i] + 1 - r for i in done])
+        members = (first[:, None] + torch.arange(r)) % self.spec.ring_rows
+        keys = ring[batch.decode_slots[done][:, None], members]
+        self._store_blocks(keys, first, batch.kv_slots[done])
+
+    def _write_index_prefill(self, raw: Tensor, row: PrefillRow, batch: StepBatch) -> None:
+        r, ring = self.spec.block_tokens, self.cache.ring[row.slot]
+        open_tokens = row.start % r
+        first_block = row.start - open_tokens
+        if open_tokens:
+            held = torch.arange(first_block, row.start) % self.spec.ring_rows
+            raw = torch.cat([ring[held], raw])
+        num_blocks = raw.shape[0] // r
+        if num_blocks:
+            first = first_block + r * torch.arange(num_blocks)
+            last_tokens = row.begin - open_tokens + r * torch.arange(1, num_blocks + 1) - 1
+            keys = raw[: num_blocks * r].view(num_blocks, r, -1)
+            self._store_blocks(keys, first, batch.kv_slots[last_tokens])
+        rest = raw[num_blocks * r :]
+        at = first_block + num_blocks * r
+        ring[torch.arange(at, at + rest.shape[0]) % self.spec.ring_rows] = rest
+
+    def _store_blocks(self, keys: Tensor, first: Tensor, last_slots: Tensor) -> None:
+        """Pools raw keys [N, r, dim] and writes them where each block's last token lives."""
+        spec = self.spec
+        pooled = self.ops.index_keys(
+            keys, self.index_k_scale, self.eps, first, spec.rotary_dim, spec.rope_theta
+        )
+        flat = self.cache.index.view(-1, spec.index_dim)
+        flat[last_slots // spec.block_tokens] = pooled
