@@ -10,7 +10,6 @@ import os
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -40,8 +39,8 @@ class LoadCounter:
 class Loader:
     """`load()` returns role -> tensor. One open file descriptor a shard, closed at the end."""
 
-    def __init__(self, model_dir: str, dtype: torch.dtype, counter: LoadCounter) -> None:
-        self.model_dir, self.dtype, self.counter = Path(model_dir), dtype, counter
+    def __init__(self, dtype: torch.dtype, counter: LoadCounter) -> None:
+        self.dtype, self.counter = dtype, counter
         self._files: dict[str, int] = {}
         self._staging = memoryview(bytearray(STAGING_BYTES))
 
@@ -100,7 +99,7 @@ class Loader:
     def _read(self, role: str, file: str, chunk: Run) -> memoryview:
         fd = self._files.get(file)
         if fd is None:
-            fd = self._files[file] = os.open(self.model_dir / file, os.O_RDONLY)
+            fd = self._files[file] = os.open(file, os.O_RDONLY)
         buffer = self._staging[: chunk.run_bytes * chunk.count]
         for index in range(chunk.count):
             part = buffer[index * chunk.run_bytes : (index + 1) * chunk.run_bytes]

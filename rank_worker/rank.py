@@ -75,12 +75,12 @@ class Rank:
         share = plan.shares[self.rank]
         reads = plan_reads(spec.tensors, share, headers)
         dtype = parameter_dtype(self.config.dtype)
-        weights = Loader(self.config.model_dir, dtype, self.counter).load(reads)
+        weights = Loader(dtype, self.counter).load(reads)
         components = {tensor.role: str(tensor.component) for tensor in spec.tensors}
         for role, tensor in weights.items():
             row = components[role]
             self._weight_bytes[row] = self._weight_bytes.get(row, 0) + tensor.nbytes
-        capability = Capability(backend=self.config.device, dtype=self.config.dtype)
+        capability = Capability(backend=self.config.device, dtype=dtype)
         ops = OpSet(capability, check_contracts=self.config.check_contracts)
         context = plan.context.configured_tokens
         self._runner = Runner(

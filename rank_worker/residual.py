@@ -21,13 +21,13 @@ class StreamSite:
         self.ops = ops
         self.eps = spec.norm_eps
         self.rank = spec.residual.low_rank
-        self.scale = unit_offset(weights[f"{prefix}.norm"]).view(streams, hidden)
-        parts = [weights[f"{prefix}.down"]]
+        self.scale = unit_offset(weights.pop(f"{prefix}.norm")).view(streams, hidden)
+        parts = [weights.pop(f"{prefix}.down")]
         if f"{prefix}.inject" in weights:
-            parts.append(weights[f"{prefix}.inject"])
+            parts.append(weights.pop(f"{prefix}.inject"))
         # Both projections read the normed streams divided by the stream count.
         self.down_inject = torch.cat(parts) / streams
-        self.up = weights[f"{prefix}.up"]
+        self.up = weights.pop(f"{prefix}.up")
 
     def mix(self, streams: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.ops.hyper_mix(
