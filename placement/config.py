@@ -21,6 +21,7 @@ class EngineConfig:
     kv_pool_tokens: int = 0  # 0: chosen by the plan
     chips: int = 0  # 0: as many as ranks (cpu) or as the machine has
     chip_profile: str = ""  # "": the device's default
+    usable_bytes: int = 0  # of each chip; 0: as the chip profile says
     mtp: int = 0
     prefix_cache: bool = False
     check_interval_steps: int = 64  # decisions of all ranks are compared this often

@@ -98,13 +98,13 @@ class _Cut:
 
     def runs(self, piece: Piece, header: TensorHeader, ranges: Iterable[Range]) -> Iterator[Run]:
         pad = len(self.shape) - len(piece.shape)
-        extent: tuple[int, ...] = (1,) * pad + piece.shape
+        extent = (*[1] * pad, *piece.shape)
         origin = piece.origin
         begin, end = origin[self.dim], origin[self.dim] + extent[self.dim]
         local = 0
         for start, stop in ranges:
             low, high = max(start, begin), min(stop, end)
-            if low < high and prod(extent):
+            if low < high and 0 not in extent:
                 yield from self._box(header, extent, origin, low, high, local + low - start)
             local += stop - start
 
