@@ -345,5 +345,6 @@ CONTRACTS: dict[str, Contract] = {
         _DRAW_DTYPES,
         also=_temperature,
     ),
+    "greedy": Contract(_shapes(logits="B V"), _all(ACTIVATION, "logits")),
     "nonfinite_rows": Contract(_shapes(logits="B V"), _all(ACTIVATION, "logits")),
 }

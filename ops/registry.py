@@ -53,6 +53,7 @@ _REFERENCE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     ngram.ngram_ids,
     ngram.ngram_gate,
     ngram.table_rows,
+    sampling.greedy,
     sampling.gumbel,
     sampling.sample,
     sampling.sample_local,

@@ -23,9 +23,9 @@ from rank_worker.comm_store import Meeting
 
 FRAME_WORDS = 512  # length word, then payload; a longer plan's rest follows in a second broadcast
 MAX_PLAN_WORDS = 1 << 24
-# How long receive_plan waits. Rank 0 of an idle gang may say nothing for hours; a dead rank 0
-# closes its socket and ends the wait at once, and the coordinator watches for a hung one.
-PLAN_TIMEOUT = timedelta(days=7)
+# How long receive_plan waits: longer than any load before the first plan. A dead rank 0 closes its
+# socket and ends the wait at once; an idle one sends heartbeats.
+PLAN_TIMEOUT = timedelta(minutes=30)
 CHUNK_BYTES = 1 << 20  # of one rank's part in a reduction
 
 

@@ -72,7 +72,7 @@ class Rank:
         spec, headers = load_model_spec(self.config.model_dir)
         self.plan = plan = make_plan(self.config, spec, headers)
         require_fits(plan)
-        share = plan.shares[self.rank]
+        share = plan.ranks[self.rank].share
         reads = plan_reads(spec.tensors, share, headers)
         dtype = parameter_dtype(self.config.dtype)
         weights = Loader(dtype, self.counter).load(reads)

@@ -131,6 +131,11 @@ def sample_local(
     return best.values, best.indices + vocab_start
 
 
+def greedy(logits: Tensor) -> Tensor:
+    """Ids [B] int64 of the largest logit of each row [B, V]; ties go to the lowest id."""
+    return logits.argmax(dim=-1)
+
+
 def nonfinite_rows(logits: Tensor) -> Tensor:
     """Rows [B] bool of logits [B, V] that hold a NaN or an infinity."""
     return ~torch.isfinite(logits).all(dim=-1)
