@@ -16,7 +16,7 @@ from rank_worker.messages import EngineRequest, RankSnapshot, TokenBatch
 
 
 class NotServing(NrankError):
-    """The engine can't take or finish a request now; `kind` says why, the wait says when to retry."""
+    """The engine can't take or finish a request now: why (`kind`) and when to retry."""
 
     def __init__(
         self,

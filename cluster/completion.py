@@ -1,0 +1,226 @@
+"""Token batches of one request made into OpenAI objects, whole or chunk by chunk.
+
+Owns one choice's text (detokeniser, stop strings, reasoning split, token counts) and the shapes of
+answers, chunks and usage. The whole answer is the joined chunks by construction. Knows nothing of
+HTTP or of where batches come from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.reasoning import Delta, ReasoningSplitter, Section
+from cluster.stops import StopMatcher
+from cluster.tokens import Detokenizer, Vocabulary
+from cluster.validate import ValidRequest
+from rank_worker.messages import FinishReason, TokenBatch
+
+_FINISHED = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class Choice:
+    """One answer as it grows. After `finish_reason` is set, further batches change nothing."""
+
+    def __init__(self, index: int, request: ValidRequest, vocabulary: Vocabulary) -> None:
+        section = request.prompt_of(index).section
+        self.index = index
+        self.finish_reason: FinishReason | None = None
+        self.stopped_by_string = False
+        self.completion_tokens = 0
+        self.cached_tokens = 0
+        self.reasoning_tokens = 0
+        self.reasoning = ""
+        self.content = ""
+        self._end_ids = frozenset(request.end_token_ids)
+        self._stops = StopMatcher(request.stops)
+        self._splitter = ReasoningSplitter(section or Section.CONTENT)
+        self._text = Detokenizer(
+            vocabulary,
+            skip_special=request.skip_special_tokens,
+            show_think_tags=self._may_reason(),
+        )
+
+    def push(self, batch: TokenBatch) -> list[Delta]:
+        """New text of `batch`, in order; a delta never holds reasoning and content both."""
+        if self.finish_reason is not None:
+            return []
+        self.cached_tokens = max(self.cached_tokens, batch.cached_tokens)
+        pieces = []
+        for at, token_id in enumerate(batch.token_ids):
+            pieces.append(self._token(token_id, self._is_hidden_end(batch, at)))
+            if self.stopped_by_string:  # tokens after the stop string never were
+                break
+        if self.stopped_by_string or batch.finish_reason in _FINISHED:
+            pieces.append(self._end(batch))
+        deltas = _merge(pieces)
+        self.reasoning += "".join(delta.reasoning for delta in deltas)
+        self.content += "".join(delta.content for delta in deltas)
+        return deltas
+
+    @property
+    def has_reasoning(self) -> bool:
+        return self._splitter.reasoned
+
+    def _may_reason(self) -> bool:
+        return self._splitter.section is not Section.CONTENT
+
+    def _is_hidden_end(self, batch: TokenBatch, at: int) -> bool:
+        """The token that ended the answer is counted but not shown."""
+        is_last = at == len(batch.token_ids) - 1
+        return (
+            is_last
+            and batch.finish_reason is FinishReason.STOP
+            and batch.token_ids[at] in self._end_ids
+        )
+
+    def _token(self, token_id: int, hidden: bool) -> Delta:
+        self.completion_tokens += 1
+        return self._pass("" if hidden else self._text.push(token_id))
+
+    def _pass(self, text: str) -> Delta:
+        """Through the stop strings and the reasoning split, which each may hold text back."""
+        may_reason = self._may_reason()
+        delta = self._splitter.push(self._stops.push(text))
+        self.stopped_by_string = self._stops.matched is not None
+        if may_reason:
+            self._text.show_think_tags = self._may_reason()
+            if self._splitter.reasoned:
+                self.reasoning_tokens = self.completion_tokens
+        return delta
+
+    def _end(self, batch: TokenBatch) -> Delta:
+        """Release what is held, once; a stop string may complete only now."""
+        parts = [self._pass(self._text.flush()), self._splitter.push(self._stops.flush())]
+        parts.append(self._splitter.flush())
+        self.finish_reason = FinishReason.STOP if self.stopped_by_string else batch.finish_reason
+        return Delta(
+            "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
+        )
+
+
+def _merge(pieces: Iterable[Delta]) -> list[Delta]:
+    """Join neighbours of one kind; reasoning always comes before content."""
+    reasoning = ""
+    content = ""
+    for piece in pieces:
+        reasoning += piece.reasoning
+        content += piece.content
+    merged = (Delta(reasoning=reasoning), Delta(content=content))
+    return [delta for delta in merged if delta != Delta()]
+
+
+def usage(request: ValidRequest, choices: Sequence[Choice]) -> dict[str, Any]:
+    """Prompts count once however many choices they have; cached tokens are the first choice's."""
+    prompt_tokens = sum(len(prompt.token_ids) for prompt in request.prompts)
+    completion_tokens = sum(choice.completion_tokens for choice in choices)
+    return {
+        "prompt_tokens": prompt_tokens,
+        "completion_tokens": completion_tokens,
+        "total_tokens": prompt_tokens + completion_tokens,
+        "prompt_tokens_details": {
+            "cached_tokens": sum(choice.cached_tokens for choice in choices[:: request.n])
+        },
+        "completion_tokens_details": {
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)
+        },
+    }
+
+
+@dataclass(frozen=True)
+class ChatFormat:
+    """Objects of /v1/chat/completions. Reasoning goes out under both names that clients read."""
+
+    id: str
+    model: str
+    created_s: int
+
+    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+        return [self._chunk(choice, {"role": "assistant", "content": ""})]
+
+    def delta(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        if delta.reasoning:
+            fields = {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
+        else:
+            fields = {"content": delta.content}
+        return self._chunk(choice, fields)
+
+    def closing(self, choice: Choice) -> dict[str, Any]:
+        return self._chunk(choice, {}, finished=True)
+
+    def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
+        return {**self._head("chat.completion.chunk"), "choices": [], "usage": counts}
+
+    def whole(self, choices: Sequence[Choice], counts: dict[str, Any]) -> dict[str, Any]:
+        return {
+            **self._head("chat.completion"),
+            "choices": [self._message(choice) for choice in choices],
+            "usage": counts,
+        }
+
+    def _message(self, choice: Choice) -> dict[str, Any]:
+        message: dict[str, Any] = {"role": "assistant", "content": choice.content}
+        if choice.has_reasoning:
+            message["reasoning"] = choice.reasoning
+            message["reasoning_content"] = choice.reasoning
+        return {
+            "index": choice.index,
+            "message": message,
+            "logprobs": None,
+            "finish_reason": choice.finish_reason,
+        }
+
+    def _chunk(
+        self, choice: Choice, delta: dict[str, Any], finished: bool = False
+    ) -> dict[str, Any]:
+        entry = {
+            "index": choice.index,
+            "delta": delta,
+            "logprobs": None,
+            "finish_reason": choice.finish_reason if finished else None,
+        }
+        return {**self._head("chat.completion.chunk"), "choices": [entry]}
+
+    def _head(self, kind: str) -> dict[str, Any]:
+        return {"id": self.id, "object": kind, "created": self.created_s, "model": self.model}
+
+
+@dataclass(frozen=True)
+class TextFormat:
+    """Objects of /v1/completions; whole answers and chunks have the same kind and shape."""
+
+    id: str
+    model: str
+    created_s: int
+
+    def opening(self, choice: Choice) -> list[dict[str, Any]]:
+        return []
+
+    def delta(self, choice: Choice, delta: Delta) -> dict[str, Any]:
+        return self._object([self._entry(choice, delta.content, None)])
+
+    def closing(self, choice: Choice) -> dict[str, Any]:
+        return self._object([self._entry(choice, "", choice.finish_reason)])
+
+    def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
+        return {**self._object([]), "usage": counts}
+
+    def whole(self, choices: Sequence[Choice], counts: dict[str, Any]) -> dict[str, Any]:
+        entries = [self._entry(choice, choice.content, choice.finish_reason) for choice in choices]
+        return {**self._object(entries), "usage": counts}
+
+    def _entry(self, choice: Choice, text: str, reason: FinishReason | None) -> dict[str, Any]:
+        return {"index": choice.index, "text": text, "logprobs": None, "finish_reason": reason}
+
+    def _object(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
+        return {
+            "id": self.id,
+            "object": "text_completion",
+            "created": self.created_s,
+            "model": self.model,
+            "choices": entries,
+        }
+
+
+AnswerFormat = ChatFormat | TextFormat
