@@ -1,8 +1,7 @@
 """Causal depthwise convolution followed by silu, over a window of past inputs.
 
 The window holds the raw inputs (before convolution and activation), oldest first,
-`(kernel - 1) * dilation` rows. Chunk and step sum the taps in the same order, in fp32, so a
-sequence gives the same bits whichever way it is cut.
+`(kernel - 1) * dilation` rows. Chunk and step sum the taps in the same order, in fp32.
 """
 
 from __future__ import annotations
