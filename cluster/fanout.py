@@ -9,7 +9,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import logging
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncGenerator, Sequence
 from types import TracebackType
 
 from cluster.client import EngineClient, NotServing
@@ -88,7 +88,9 @@ class Fanout:
             _LOG.error("%d engine streams not closed after %s s", len(late), _CLOSE_TIMEOUT_S)
 
 
-async def _closable(engine: EngineClient, request: EngineRequest) -> AsyncIterator[TokenBatch]:
+async def _closable(
+    engine: EngineClient, request: EngineRequest
+) -> AsyncGenerator[TokenBatch, None]:
     """`generate` as an async generator: closing it closes the engine's iterator, if it can be."""
     batches = engine.generate(request)
     try:

@@ -117,6 +117,8 @@ class SseResponse(Response):
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
         await send(start)
         async for line in self._lines:
+            if not line:  # an event that only held text back
+                continue
             await send({"type": "http.response.body", "body": line, "more_body": True})
         await send({"type": "http.response.body", "body": b"", "more_body": False})
 
