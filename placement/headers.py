@@ -201,7 +201,9 @@ def _read_indexed(model_dir: str, weight_map: Mapping[str, str]) -> CheckpointHe
     for file in sorted(set(weight_map.values())):
         shards[file], read = read_file_headers(os.path.join(model_dir, file))
         header_bytes += read
-    tensors = {name: _indexed_tensor(name, file, shards) for name, file in weight_map.items()}
+    tensors = {
+        name: _indexed_tensor(model_dir, name, file, shards) for name, file in weight_map.items()
+    }
     superseded = tuple(
         f"{file}: {name}"
         for file, entries in shards.items()
@@ -212,13 +214,14 @@ def _read_indexed(model_dir: str, weight_map: Mapping[str, str]) -> CheckpointHe
 
 
 def _indexed_tensor(
-    name: str, file: str, shards: Mapping[str, Mapping[str, TensorHeader]]
+    model_dir: str, name: str, file: str, shards: Mapping[str, Mapping[str, TensorHeader]]
 ) -> TensorHeader:
     if name in shards[file]:
         return shards[file][name]
     others = [other for other, entries in shards.items() if name in entries]
     hint = f"it is in {', '.join(others)}" if others else "no shard holds it"
-    raise CheckpointError(f"{INDEX_FILE}: {name} should be in {file}, but isn't ({hint})")
+    index_path = os.path.join(model_dir, INDEX_FILE)
+    raise CheckpointError(f"{index_path}: {name} should be in {file}, but isn't ({hint})")
 
 
 def _read_unindexed(model_dir: str, files: Iterable[str]) -> CheckpointHeaders:
