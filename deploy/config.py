@@ -1,0 +1,133 @@
+"""The server's configuration: one YAML file, overridden by flags, checked before anything starts.
+
+Owns names, bounds and defaults of what a user turns. Knows nothing of how it is carried out:
+`engine()` gives the part that ranks run with.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterable, Mapping
+from dataclasses import fields
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any, Literal
+
+import yaml
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic_core import ErrorDetails
+
+from deploy.defaults import EMBEDDED_MODEL, EMBEDDED_RANKS, default_dtype
+from placement.config import EngineConfig
+from placement.errors import ConfigError
+
+
+class ServeConfig(BaseModel):
+    """Everything `nrank serve` can be told. Zero means "choose" where the comment says so."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, protected_namespaces=())
+
+    model: str = ""  # model directory; empty: the embedded model
+    model_name: str = ""  # id in the API; empty: the directory's name
+    ranks: int = Field(1, ge=1, le=4096)
+    device: Literal["cpu", "cuda", "npu"] = "cpu"
+    dtype: Literal["", "float32", "bfloat16", "float16"] = ""  # empty: the device's
+    context_tokens: int = Field(0, ge=0)  # 0: the model's own limit
+    max_sequences: int = Field(8, ge=1, le=4096)
+    step_tokens: int = Field(512, ge=1)
+    prefill_chunk_tokens: int = Field(0, ge=0)  # 0: bounded by step_tokens
+    page_tokens: int = Field(64, ge=1)
+    kv_pool_tokens: int = Field(0, ge=0)  # 0: chosen by the plan
+    chips: int = Field(0, ge=0)  # 0: as many as ranks, or as the machine has
+    chip_profile: str = ""  # empty: the device's
+    usable_bytes: int = Field(0, ge=0)  # of each chip; 0: as the profile says
+    mtp: int = Field(0, ge=0, le=4)
+    prefix_cache: bool = False
+    check_interval_steps: int = Field(64, ge=1)
+    check_contracts: bool = False
+    comm: Literal["auto", "shm", "gloo"] = "auto"
+    load_timeout_s: float = Field(600.0, gt=0)
+    start_timeout_s: float = Field(120.0, gt=0)
+    step_timeout_s: float = Field(20.0, gt=0)
+    master_address: str = "127.0.0.1"
+
+    host: str = "127.0.0.1"
+    port: int = Field(8000, ge=0, le=65535)
+    ray_address: str = ""  # empty: start a local Ray
+    resource_name: str = ""  # what a rank asks Ray for; empty: the device's
+    ingress_replicas: int = Field(1, ge=1, le=64)
+    max_queue_requests: int = Field(64, ge=0)
+    sse_comment_interval_s: float = Field(15.0, gt=0)
+    drain_timeout_s: float = Field(60.0, ge=0)
+    restart_limit: int = Field(5, ge=0)
+    restart_backoff_s: float = Field(1.0, ge=0)
+
+    def resolved(self) -> ServeConfig:
+        """The same with every "choose" that needs no device filled in."""
+        model = self.model or str(EMBEDDED_MODEL)
+        changes: dict[str, Any] = {"model": model}
+        if not self.model and "ranks" not in self.model_fields_set:
+            changes["ranks"] = EMBEDDED_RANKS
+        changes["dtype"] = self.dtype or default_dtype(self.device, model)
+        changes["model_name"] = self.model_name or Path(model).resolve().name
+        return self.model_copy(update=changes)
+
+    def engine(self) -> EngineConfig:
+        """The part that ranks run with, resolved."""
+        full = self.resolved()
+        names = {field.name for field in fields(EngineConfig)} & set(type(full).model_fields)
+        return EngineConfig(model_dir=full.model, **{name: getattr(full, name) for name in names})
+
+    @property
+    def config_hash(self) -> str:
+        """Names the resolved configuration in the start log, `/status` and metrics."""
+        text = json.dumps(self.resolved().model_dump(), sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def load_config(
+    path: str | None = None, overrides: Mapping[str, object] | None = None
+) -> ServeConfig:
+    """Read a YAML file (or nothing) and put `overrides` above it.
+
+    Raises ConfigError in one line for a file that can't be read, an unknown key (with the nearest
+    known one) and a value out of bounds.
+    """
+    values = _read(path) if path else {}
+    _refuse_unknown(values, path or "flags")
+    values |= overrides or {}
+    try:
+        return ServeConfig.model_validate(values).resolved()
+    except ValidationError as error:
+        raise ConfigError(_first_line(error.errors(), path or "flags")) from error
+
+
+def _read(path: str) -> dict[str, Any]:
+    try:
+        found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"can't read config file {path}: {error}; check --config") from error
+    except yaml.YAMLError as error:
+        reason = " ".join(str(error).split())
+        raise ConfigError(f"{path} is not valid YAML: {reason}") from error
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        raise ConfigError(f"{path} must hold `key: value` lines, found a {type(found).__name__}")
+    return {str(key): value for key, value in found.items()}
+
+
+def _refuse_unknown(keys: Iterable[str], source: str) -> None:
+    known = list(ServeConfig.model_fields)
+    for key in keys:
+        if key not in known:
+            near = get_close_matches(key, known, n=1, cutoff=0.5)
+            hint = f"did you mean {near[0]!r}?" if near else f"known keys: {', '.join(known)}"
+            raise ConfigError(f"{source}: unknown key {key!r}; {hint}")
+
+
+def _first_line(errors: list[ErrorDetails], source: str) -> str:
+    first = errors[0]
+    key = ".".join(map(str, first["loc"]))
+    return f"{source}: {key} = {first['input']!r}: {first['msg']}"

@@ -1,0 +1,121 @@
+"""Flags that several commands share, and the engine configuration that they add up to."""
+
+from __future__ import annotations
+
+import argparse
+from pathlib import Path
+from typing import Any
+
+from deploy.defaults import COMMS, DEVICES, DTYPES, EMBEDDED_MODEL, default_dtype
+from placement.config import EngineConfig
+from placement.errors import CheckpointError, ConfigError
+
+# flag destination -> EngineConfig field, for flags that were given
+ENGINE_FIELDS = {
+    "ranks": "ranks",
+    "device": "device",
+    "dtype": "dtype",
+    "mtp": "mtp",
+    "comm": "comm",
+    "context": "context_tokens",
+    "sequences": "max_sequences",
+    "step_tokens": "step_tokens",
+    "prefill_chunk": "prefill_chunk_tokens",
+    "page_tokens": "page_tokens",
+    "chip": "chip_profile",
+}
+
+
+def add_command(
+    commands: argparse._SubParsersAction[argparse.ArgumentParser],
+    name: str,
+    summary: str,
+    example: str,
+) -> argparse.ArgumentParser:
+    return commands.add_parser(
+        name,
+        help=summary,
+        description=summary,
+        epilog=f"example: {example}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+
+
+def add_model_flag(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--model", metavar="DIR", help="model directory (default: the embedded)")
+
+
+def add_engine_flags(parser: argparse.ArgumentParser) -> None:
+    """Flags without a default here: what is not given is left to config file or EngineConfig."""
+    positive, count = bounded(1), bounded(0)
+    parser.add_argument("--ranks", type=positive, metavar="N", help="number of ranks")
+    parser.add_argument("--device", choices=DEVICES, help="backend (default cpu)")
+    parser.add_argument("--dtype", choices=DTYPES, help="type that weights run in")
+    parser.add_argument("--context", type=positive, metavar="T", help="tokens a sequence may have")
+    parser.add_argument("--sequences", type=positive, metavar="S", help="sequences at a time")
+    parser.add_argument("--step-tokens", type=positive, metavar="N", help="token budget of a step")
+    parser.add_argument("--page-tokens", type=positive, metavar="N", help="tokens of a page")
+    parser.add_argument("--mtp", type=count, metavar="K", help="drafts a step (0: off)")
+
+
+def add_run_flags(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--comm", choices=COMMS, help="collectives (default auto)")
+    parser.add_argument("--prefill-chunk", type=bounded(1), metavar="N", help="largest chunk")
+    parser.add_argument("--prefix-cache", choices=("on", "off"), help="reuse of prompt prefixes")
+
+
+class Bounded:
+    """Argument type: an integer from a minimum on."""
+
+    def __init__(self, minimum: int) -> None:
+        self.minimum = minimum
+
+    def __call__(self, text: str) -> int:
+        try:
+            number = int(text)
+        except ValueError:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
+        if number < self.minimum:
+            raise argparse.ArgumentTypeError(f"{number} is below {self.minimum}")
+        return number
+
+
+def bounded(minimum: int) -> Bounded:
+    return Bounded(minimum)
+
+
+def given(arguments: argparse.Namespace) -> dict[str, Any]:
+    """EngineConfig fields of the flags that were given."""
+    values = {
+        field: value
+        for flag, field in ENGINE_FIELDS.items()
+        if (value := getattr(arguments, flag, None)) is not None
+    }
+    prefix_cache = getattr(arguments, "prefix_cache", None)
+    if prefix_cache is not None:
+        values["prefix_cache"] = prefix_cache == "on"
+    return values
+
+
+def engine_config(arguments: argparse.Namespace) -> EngineConfig:
+    """The flags as EngineConfig, with the defaults of device and model."""
+    model_dir = model_path(arguments.model)
+    values = given(arguments)
+    values.setdefault("dtype", default_dtype(values.get("device", "cpu"), model_dir))
+    return EngineConfig(model_dir=model_dir, **values)
+
+
+def model_path(model: str | None) -> str:
+    if model is None:
+        return str(EMBEDDED_MODEL)
+    if not Path(model).is_dir():
+        raise CheckpointError(f"{model} is no model directory; --model takes a folder of weights")
+    return model
+
+
+def refuse_missing_features(config: EngineConfig) -> None:
+    """What flags can name already but no rank can do yet."""
+    if config.mtp:
+        raise ConfigError(f"--mtp {config.mtp}: drafting is not built in yet; use --mtp 0")
+    if config.prefix_cache:
+        raise ConfigError("--prefix-cache on: reuse is not built in yet; use --prefix-cache off")
