@@ -70,3 +70,9 @@ def paged() -> Callable[[Tensor, int, int], tuple[Tensor, Tensor]]:
         return pool, table
 
     return spread
+
+
+@pytest.fixture(scope="session")
+def bare_ops() -> OpSet:
+    """The reference as it serves: nothing checked."""
+    return OpSet(Capability("reference"))
