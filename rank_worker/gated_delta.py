@@ -5,10 +5,9 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.registry import OpSet
-from placement.config import RankShare
-from placement.spec import Axis, GatedDeltaSpec, ModelSpec
+from placement.spec import Axis, GatedDeltaSpec
 from rank_worker.batch import StepBatch
+from rank_worker.parts import Parts
 
 
 class GatedDeltaState:
@@ -30,16 +29,10 @@ class GatedDeltaMixer:
     """x [T, H] -> partial sum [T, H] over this rank's value heads."""
 
     def __init__(
-        self,
-        ops: OpSet,
-        model: ModelSpec,
-        spec: GatedDeltaSpec,
-        weights: dict[str, Tensor],
-        prefix: str,
-        share: RankShare,
-        slots: int,
+        self, parts: Parts, spec: GatedDeltaSpec, weights: dict[str, Tensor], prefix: str
     ) -> None:
-        self.ops, self.spec, self.eps = ops, spec, model.norm_eps
+        share, pack = parts.share, parts.device.pack_linear
+        self.ops, self.spec, self.eps = parts.ops, spec, parts.spec.norm_eps
         first_key, last_key = share.ranges[Axis.KEY_HEADS]
         first_value, last_value = share.ranges[Axis.VALUE_HEADS]
         self.key_heads, self.value_heads = last_key - first_key, last_value - first_value
@@ -47,17 +40,17 @@ class GatedDeltaMixer:
         # Key head of each local value head, as a local index: groups are consecutive.
         self.key_head = torch.arange(first_value, last_value) // group - first_key
         names = ("qkv", "z", "b", "a")
-        self.in_proj = torch.cat([weights.pop(f"{prefix}.{name}") for name in names])
+        self.in_proj = pack(torch.cat([weights.pop(f"{prefix}.{name}") for name in names]))
         conv = weights.pop(f"{prefix}.conv")
         self.conv_weight = conv.reshape(conv.shape[0], conv.shape[-1])
         self.a_log = weights.pop(f"{prefix}.a_log")
         self.dt_bias = weights.pop(f"{prefix}.dt_bias")
         self.norm = weights.pop(f"{prefix}.norm")
-        self.out = weights.pop(f"{prefix}.out")
+        self.out = pack(weights.pop(f"{prefix}.out"))
         self.widths = [self.conv_weight.shape[0], self.value_heads * spec.value_dim]
         self.widths += [self.value_heads, self.value_heads]
         self.state = GatedDeltaState(
-            spec, self.value_heads, self.widths[0], slots, self.in_proj.dtype
+            spec, self.value_heads, self.widths[0], parts.num_slots, self.in_proj.dtype
         )
 
     def forward(self, x: Tensor, batch: StepBatch) -> Tensor:

@@ -10,73 +10,47 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ops.registry import OpSet
-from placement.config import RankShare
 from placement.spec import Axis, GatedDeltaSpec, LayerSpec, ModelSpec, SparseAttentionSpec
 from rank_worker.batch import StepBatch
 from rank_worker.comm import Comm
 from rank_worker.gated_delta import GatedDeltaMixer
 from rank_worker.moe import MoeChannel
 from rank_worker.ngram import NgramInjection
+from rank_worker.parts import Parts
 from rank_worker.residual import StreamSite
 from rank_worker.sparse_attention import SparseAttentionMixer
-
-CacheShape = tuple[int, int, int]  # pages, page tokens, slots
 
 
 class Layer:
     """One layer's parts, built from this rank's weights (which it takes out of `weights`)."""
 
-    def __init__(
-        self,
-        ops: OpSet,
-        model: ModelSpec,
-        spec: LayerSpec,
-        weights: dict[str, Tensor],
-        share: RankShare,
-        cache_shape: CacheShape,
-    ) -> None:
-        prefix, slots = f"layers.{spec.index}", cache_shape[2]
-        self.mixer_site = StreamSite(ops, model, weights, f"{prefix}.mixer_site")
-        self.channel_site = StreamSite(ops, model, weights, f"{prefix}.channel_site")
+    def __init__(self, parts: Parts, spec: LayerSpec, weights: dict[str, Tensor]) -> None:
+        prefix = f"layers.{spec.index}"
+        self.mixer_site = StreamSite(parts, weights, f"{prefix}.mixer_site")
+        self.channel_site = StreamSite(parts, weights, f"{prefix}.channel_site")
         self.mixer: GatedDeltaMixer | SparseAttentionMixer
         if isinstance(spec.mixer, GatedDeltaSpec):
-            self.mixer = GatedDeltaMixer(
-                ops, model, spec.mixer, weights, f"{prefix}.mixer", share, slots
-            )
+            self.mixer = GatedDeltaMixer(parts, spec.mixer, weights, f"{prefix}.mixer")
         else:
-            self.mixer = SparseAttentionMixer(
-                ops, model, spec.mixer, weights, f"{prefix}.mixer", share, cache_shape
-            )
-        self.channel = MoeChannel(
-            ops, spec.channel, weights, f"{prefix}.channel", share.experts[spec.index]
-        )
+            self.mixer = SparseAttentionMixer(parts, spec.mixer, weights, f"{prefix}.mixer")
+        experts = parts.share.experts[spec.index]
+        self.channel = MoeChannel(parts, spec.channel, weights, f"{prefix}.channel", experts)
         self.ngram: NgramInjection | None = None
         if spec.ngram is not None:
-            self.ngram = NgramInjection(
-                ops, model, spec.ngram, weights, f"{prefix}.ngram", share, slots
-            )
+            self.ngram = NgramInjection(parts, spec.ngram, weights, f"{prefix}.ngram")
 
 
 class Model:
     """All layers of one rank. `forward` returns this rank's logits of the rows asked for."""
 
-    def __init__(
-        self,
-        ops: OpSet,
-        spec: ModelSpec,
-        weights: dict[str, Tensor],
-        share: RankShare,
-        comm: Comm,
-        cache_shape: CacheShape,
-    ) -> None:
-        self.ops, self.spec, self.comm = ops, spec, comm
-        self.first_vocab, _ = share.ranges[Axis.VOCAB]
-        self.embed, self.head = weights.pop("embed"), weights.pop("head")
-        self.final_site = StreamSite(ops, spec, weights, "final_mixer")
-        self.layers = [
-            Layer(ops, spec, layer, weights, share, cache_shape) for layer in spec.layers
-        ]
+    def __init__(self, parts: Parts, weights: dict[str, Tensor], comm: Comm) -> None:
+        spec = parts.spec
+        self.ops, self.spec, self.comm = parts.ops, spec, comm
+        self.first_vocab, _ = parts.share.ranges[Axis.VOCAB]
+        self.embed = weights.pop("embed")
+        self.head = parts.device.pack_linear(weights.pop("head"))
+        self.final_site = StreamSite(parts, weights, "final_mixer")
+        self.layers = [Layer(parts, layer, weights) for layer in spec.layers]
         self.rope = _rope_of(spec)
 
     def forward(self, batch: StepBatch) -> Tensor:

@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from ops.registry import OpSet
 from placement.spec import MoeSpec
 from rank_worker.batch import StepBatch
+from rank_worker.parts import Parts
 
 
 class MoeChannel:
@@ -20,23 +20,23 @@ class MoeChannel:
 
     def __init__(
         self,
-        ops: OpSet,
+        parts: Parts,
         spec: MoeSpec,
         weights: dict[str, Tensor],
         prefix: str,
         experts: tuple[int, ...],
     ) -> None:
-        self.ops, self.spec = ops, spec
+        pack = parts.device.pack_linear
+        self.ops, self.spec = parts.ops, spec
         self.gate_up = weights.pop(f"{prefix}.experts_gate_up")
         self.down = weights.pop(f"{prefix}.experts_down")
         self.local_of = torch.full((spec.num_experts,), -1, dtype=torch.int64)
         self.local_of[torch.tensor(experts, dtype=torch.int64)] = torch.arange(len(experts))
         names = ("router", "shared_gate", "shared_gate_proj", "shared_up_proj")
-        parts = [weights.pop(f"{prefix}.{name}") for name in names]
-        self.widths = [part.shape[0] for part in parts[:2]] + [2 * parts[2].shape[0]]
-        self.in_proj = torch.cat(parts)
-        self.shared_down = weights.pop(f"{prefix}.shared_down")
-        self.computed_pairs = torch.zeros(1, dtype=torch.int64)
+        rows = [weights.pop(f"{prefix}.{name}") for name in names]
+        self.widths = [row.shape[0] for row in rows[:2]] + [2 * rows[2].shape[0]]
+        self.in_proj = pack(torch.cat(rows))
+        self.shared_down = pack(weights.pop(f"{prefix}.shared_down"))
 
     def forward(self, x: Tensor, batch: StepBatch) -> Tensor:
         logits, shared_gate, gate_up = linear(x, self.in_proj).split(self.widths, dim=-1)

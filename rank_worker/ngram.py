@@ -6,11 +6,10 @@ import torch
 from torch import Tensor
 
 from ops.reference.norm import unit_offset
-from ops.registry import OpSet
-from placement.config import RankShare
 from placement.errors import CheckpointError
-from placement.spec import Axis, ModelSpec, NgramSpec
+from placement.spec import Axis, NgramSpec
 from rank_worker.batch import StepBatch
+from rank_worker.parts import Parts
 
 
 class NgramState:
@@ -33,20 +32,15 @@ class NgramInjection:
     """`rows` gathers this rank's part of the embedding; `inject_` adds the reduced one."""
 
     def __init__(
-        self,
-        ops: OpSet,
-        model: ModelSpec,
-        spec: NgramSpec,
-        weights: dict[str, Tensor],
-        prefix: str,
-        share: RankShare,
-        slots: int,
+        self, parts: Parts, spec: NgramSpec, weights: dict[str, Tensor], prefix: str
     ) -> None:
-        self.ops, self.spec, self.eps = ops, spec, model.norm_eps
-        streams, hidden = model.residual.num_streams, model.hidden
-        self.first_row = share.ranges[Axis.NGRAM_ROWS][0]
+        pack = parts.device.pack_linear
+        self.ops, self.spec, self.eps = parts.ops, spec, parts.spec.norm_eps
+        streams, hidden = parts.spec.residual.num_streams, parts.spec.hidden
+        self.first_row = parts.share.ranges[Axis.NGRAM_ROWS][0]
         self.table = weights.pop(f"{prefix}.table")
-        self.key, self.value = weights.pop(f"{prefix}.key"), weights.pop(f"{prefix}.value")
+        self.key = pack(weights.pop(f"{prefix}.key"))
+        self.value = pack(weights.pop(f"{prefix}.value"))
         self.scales = tuple(
             unit_offset(weights.pop(f"{prefix}.{name}")).view(streams, hidden)
             for name in ("norm_key", "norm_query", "norm_conv")
@@ -56,7 +50,7 @@ class NgramInjection:
         self.multipliers = self._constant(weights, f"{prefix}.multipliers", spec.multipliers)
         self.vocab_sizes = self._constant(weights, f"{prefix}.vocab_sizes", spec.head_vocab_sizes)
         self.offsets = self._constant(weights, f"{prefix}.offsets", spec.head_offsets)
-        self.state = NgramState(spec, streams * hidden, slots, self.key.dtype)
+        self.state = NgramState(spec, streams * hidden, parts.num_slots, self.key.dtype)
 
     @staticmethod
     def _constant(weights: dict[str, Tensor], role: str, computed: tuple[int, ...]) -> Tensor:

@@ -21,10 +21,13 @@ from placement.errors import NrankError, RankError
 from placement.models.registry import load_model_spec
 from placement.plan import Plan, make_plan, require_fits
 from placement.reads import plan_reads
+from placement.spec import Axis
 from rank_worker.comm import Comm, LocalComm, make_comm
+from rank_worker.device import open_device
 from rank_worker.loader import LoadCounter, Loader
 from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
 from rank_worker.model import parameter_dtype
+from rank_worker.parts import Parts
 from rank_worker.runner import Runner
 from rank_worker.scheduler import Scheduler, SchedulerLimits
 from rank_worker.step_plan import Admit, Opcode, PageUpdate, Row, RowFlag, StepPlan, decode, encode
@@ -80,12 +83,14 @@ class Rank:
         for role, tensor in weights.items():
             row = components[role]
             self._weight_bytes[row] = self._weight_bytes.get(row, 0) + tensor.nbytes
-        capability = Capability(backend=self.config.device, dtype=dtype)
-        ops = OpSet(capability, check_contracts=self.config.check_contracts)
+        ops = OpSet(Capability(self.config.device, dtype=dtype), self.config.check_contracts)
+        parts = Parts(
+            ops, open_device(self.config.device), spec, share, plan.num_pages, plan.page_tokens,
+            plan.num_slots,
+        )  # fmt: skip
+        vocab = tuple(s.ranges[Axis.VOCAB] for s in plan.shares)
         context = plan.context.configured_tokens
-        self._runner = Runner(
-            self.config, spec, plan.shares, weights, ops, self.comm, plan.num_pages, context
-        )
+        self._runner = Runner(parts, weights, self.comm, vocab, context)
         if self.rank == 0:
             self._scheduler = Scheduler(self._limits(plan))
         self.comm.roll_call("loaded", self.config.load_timeout_s)

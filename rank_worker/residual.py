@@ -9,25 +9,25 @@ import torch
 from torch import Tensor
 
 from ops.reference.norm import unit_offset
-from ops.registry import OpSet
-from placement.spec import ModelSpec
+from rank_worker.parts import Parts
 
 
 class StreamSite:
     """One site: streams [T, S, H] -> block input [T, H] and injection weights [T, S]."""
 
-    def __init__(self, ops: OpSet, spec: ModelSpec, weights: dict[str, Tensor], prefix: str):
+    def __init__(self, parts: Parts, weights: dict[str, Tensor], prefix: str):
+        spec = parts.spec
         streams, hidden = spec.residual.num_streams, spec.hidden
-        self.ops = ops
+        self.ops = parts.ops
         self.eps = spec.norm_eps
         self.rank = spec.residual.low_rank
         self.scale = unit_offset(weights.pop(f"{prefix}.norm")).view(streams, hidden)
-        parts = [weights.pop(f"{prefix}.down")]
+        rows = [weights.pop(f"{prefix}.down")]
         if f"{prefix}.inject" in weights:
-            parts.append(weights.pop(f"{prefix}.inject"))
+            rows.append(weights.pop(f"{prefix}.inject"))
         # Both projections read the normed streams divided by the stream count.
-        self.down_inject = torch.cat(parts) / streams
-        self.up = weights.pop(f"{prefix}.up")
+        self.down_inject = parts.device.pack_linear(torch.cat(rows) / streams)
+        self.up = parts.device.pack_linear(weights.pop(f"{prefix}.up"))
 
     def mix(self, streams: Tensor) -> tuple[Tensor, Tensor | None]:
         return self.ops.hyper_mix(

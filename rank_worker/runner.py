@@ -5,13 +5,11 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from ops.registry import OpSet
-from placement.config import EngineConfig, RankShare
 from placement.errors import RankError
-from placement.spec import Axis, ModelSpec
 from rank_worker.batch import BatchBuilder, StepBatch
 from rank_worker.comm import Comm
 from rank_worker.model import Model
+from rank_worker.parts import Parts
 from rank_worker.sampler import Sampler
 from rank_worker.step_plan import StepPlan
 
@@ -21,25 +19,18 @@ class Runner:
 
     def __init__(
         self,
-        config: EngineConfig,
-        spec: ModelSpec,
-        shares: tuple[RankShare, ...],
+        parts: Parts,
         weights: dict[str, Tensor],
-        ops: OpSet,
         comm: Comm,
-        num_pages: int,
+        vocab_ranges: tuple[tuple[int, int], ...],
         context_tokens: int,
     ) -> None:
-        slots = config.max_sequences
-        self.comm, self.spec = comm, spec
-        self.model = Model(
-            ops, spec, weights, shares[comm.rank], comm, (num_pages, config.page_tokens, slots)
-        )
+        self.comm = comm
+        self.model = Model(parts, weights, comm)
         assert not weights, f"unused weights {sorted(weights)}"
-        max_pages = -(-context_tokens // config.page_tokens)
-        self.builder = BatchBuilder(slots, max_pages, config.page_tokens)
-        vocab = tuple(share.ranges[Axis.VOCAB] for share in shares)
-        self.sampler = Sampler(ops, comm, vocab, slots)
+        max_pages = -(-context_tokens // parts.page_tokens)
+        self.builder = BatchBuilder(parts.num_slots, max_pages, parts.page_tokens)
+        self.sampler = Sampler(parts.ops, comm, vocab_ranges, parts.num_slots)
         self.last_logits: Tensor | None = None  # kept for the golden tests when asked for
         self.keep_logits = False
 

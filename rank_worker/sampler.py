@@ -77,7 +77,10 @@ class Sampler:
         padded = torch.nn.functional.pad(logits, (0, width - logits.shape[1]))
         parts = self.comm.all_gather(padded)  # [world, S, width]
         return torch.cat(
-            [part[:, : stop - start] for part, (start, stop) in zip(parts, self.vocab_ranges, strict=True)],
+            [
+                part[:, : stop - start]
+                for part, (start, stop) in zip(parts, self.vocab_ranges, strict=True)
+            ],
             dim=1,
         )
 

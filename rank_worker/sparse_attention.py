@@ -10,21 +10,21 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from ops.reference.norm import unit_offset
-from ops.registry import OpSet
 from placement.config import RankShare
-from placement.spec import Axis, ModelSpec, SparseAttentionSpec
+from placement.spec import Axis, SparseAttentionSpec
 from rank_worker.batch import PrefillRow, StepBatch
+from rank_worker.parts import Parts
 
 
 class SparseAttentionCache:
     """Pages of one layer: K, V, pooled index keys; and a ring of raw index keys a slot."""
 
     def __init__(
-        self, spec: SparseAttentionSpec, kv_heads: int, pages: int, page_tokens: int, slots: int,
-        dtype: torch.dtype,
-    ) -> None:  # fmt: skip
-        shape = (pages, page_tokens, kv_heads, spec.head_dim)
-        blocks = page_tokens // spec.block_tokens
+        self, spec: SparseAttentionSpec, kv_heads: int, parts: Parts, dtype: torch.dtype
+    ) -> None:
+        pages, slots = parts.num_pages, parts.num_slots
+        shape = (pages, parts.page_tokens, kv_heads, spec.head_dim)
+        blocks = parts.page_tokens // spec.block_tokens
         # Never read before they are written, so the pools are left uninitialised.
         self.k = torch.empty(shape, dtype=dtype)
         self.v = torch.empty(shape, dtype=dtype)
@@ -52,21 +52,15 @@ class SparseAttentionMixer:
     """x [T, H] -> partial sum [T, H] over this rank's query heads."""
 
     def __init__(
-        self,
-        ops: OpSet,
-        model: ModelSpec,
-        spec: SparseAttentionSpec,
-        weights: dict[str, Tensor],
-        prefix: str,
-        share: RankShare,
-        cache_shape: tuple[int, int, int],
+        self, parts: Parts, spec: SparseAttentionSpec, weights: dict[str, Tensor], prefix: str
     ) -> None:
-        self.ops, self.spec, self.eps = ops, spec, model.norm_eps
-        self.groups = kv_groups(spec, share)
+        pack = parts.device.pack_linear
+        self.ops, self.spec, self.eps = parts.ops, spec, parts.spec.norm_eps
+        self.groups = kv_groups(spec, parts.share)
         self.heads, self.kv_heads = sum(self.groups), len(self.groups)
         names = ("q", "k", "v", "index_qk")
-        self.in_proj = torch.cat([weights.pop(f"{prefix}.{name}") for name in names])
-        self.o = weights.pop(f"{prefix}.o")
+        self.in_proj = pack(torch.cat([weights.pop(f"{prefix}.{name}") for name in names]))
+        self.o = pack(weights.pop(f"{prefix}.o"))
         self.q_scale = unit_offset(weights.pop(f"{prefix}.q_norm"))
         self.k_scale = unit_offset(weights.pop(f"{prefix}.k_norm"))
         self.index_q_scale = unit_offset(weights.pop(f"{prefix}.index_q_norm"))
@@ -74,10 +68,7 @@ class SparseAttentionMixer:
         d = spec.head_dim
         self.widths = [self.heads * 2 * d, self.kv_heads * d, self.kv_heads * d]
         self.widths += [spec.index_heads * spec.index_dim, spec.index_dim]
-        pages, page_tokens, slots = cache_shape
-        self.cache = SparseAttentionCache(
-            spec, self.kv_heads, pages, page_tokens, slots, self.in_proj.dtype
-        )
+        self.cache = SparseAttentionCache(spec, self.kv_heads, parts, self.in_proj.dtype)
 
     @property
     def state(self) -> SparseAttentionCache:
