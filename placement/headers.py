@@ -71,6 +71,35 @@ def read_headers(model_dir: str) -> CheckpointHeaders:
     return _read_unindexed(model_dir, files)
 
 
+def read_header_dump(path: str) -> CheckpointHeaders:
+    """Headers of a checkpoint that isn't here: a JSON object of name -> {dtype, shape}.
+
+    The same form as a safetensors header, of which `data_offsets` may be left out. Good for a
+    plan, not for a load. Raises CheckpointError.
+    """
+    entries = read_json(path)
+    entries.pop("__metadata__", None)
+    tensors: dict[str, TensorHeader] = {}
+    at = 0
+    for name, entry in entries.items():
+        sized = {**entry, "data_offsets": _span_after(at, entry)} if _is_sized(entry) else entry
+        tensors[name] = _tensor(path, name, sized, 0)
+        at += tensors[name].nbytes
+    return CheckpointHeaders(os.path.dirname(path), tensors, 0)
+
+
+def _is_sized(entry: object) -> bool:
+    return (
+        isinstance(entry, dict)
+        and entry.get("dtype") in DTYPE_BITS
+        and _is_counts(entry.get("shape"))
+    )
+
+
+def _span_after(start: int, entry: Mapping[str, Any]) -> list[int]:
+    return [start, start + prod(entry["shape"]) * DTYPE_BITS[entry["dtype"]] // 8]
+
+
 def read_json(path: str) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError for bad JSON, duplicate keys or another type."""
     try:

@@ -5,7 +5,7 @@ Knows names, shapes and dtypes only: no model, no file access.
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Collection, Sequence
 from difflib import get_close_matches
 from itertools import islice
 
@@ -15,7 +15,7 @@ from placement.spec import DTypeRule, TensorSpec
 
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 SHOWN_NAMES = 5
-MAX_CANDIDATES = 2000  # difflib is quadratic; a refusal has to come within seconds
+MAX_CANDIDATES = 400  # difflib is slow; a refusal has to come within 2 s
 
 
 def refuse_quantised(headers: CheckpointHeaders, ignored: Collection[str]) -> None:
@@ -55,7 +55,7 @@ def _check_piece(name: str, shape: tuple[int, ...], rule: DTypeRule, header: Ten
 
 def _difference(
     headers: CheckpointHeaders,
-    known: Mapping[str, object],
+    known: Collection[str],
     missing: Sequence[str],
     unknown: Sequence[str],
 ) -> str:
@@ -76,9 +76,9 @@ def _sample(names: Sequence[str], total: int | None = None) -> str:
     return ", ".join(names[:SHOWN_NAMES]) + more
 
 
-def _with_nearest(name: str, candidates: Iterable[str]) -> str:
+def _with_nearest(name: str, candidates: Collection[str]) -> str:
     """The name with the known one that it is probably a misspelling of."""
-    stem = name.split(".")[0]
-    pool = (other for other in candidates if other.split(".")[0] == stem)
-    nearest = get_close_matches(name, list(islice(pool, MAX_CANDIDATES)), n=1, cutoff=0.6)
+    place = ".".join(name.split(".")[:3])  # as far as the layer number under a short prefix
+    pool = list(islice((other for other in candidates if other.startswith(place)), MAX_CANDIDATES))
+    nearest = get_close_matches(name, pool or list(islice(candidates, MAX_CANDIDATES)), n=1)
     return f"{name}, nearest known {nearest[0]}" if nearest else name

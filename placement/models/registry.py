@@ -31,14 +31,15 @@ def load_model_spec(model_dir: str) -> tuple[ModelSpec, CheckpointHeaders]:
     return adapter(name, config, generation, headers), headers
 
 
-def spec_from_config(config_path: str) -> ModelSpec:
-    """Spec of a model that isn't on this machine, from its `config.json` alone.
+def spec_from_config(config_path: str, headers: CheckpointHeaders | None = None) -> ModelSpec:
+    """Spec of a model that isn't on this machine, from its `config.json`, for planning.
 
-    The end tokens are those of the config, and experts are taken as stored fused.
+    `headers` may come from a dump (`read_header_dump`); without them experts are taken as stored
+    fused. The end tokens are those of the config.
     """
     config = read_json(config_path)
     name = os.path.basename(os.path.dirname(os.path.abspath(config_path))) or "model"
-    return _adapter(config_path, config)(name, config, None, None)
+    return _adapter(config_path, config)(name, config, None, headers)
 
 
 def _adapter(config_path: str, config: Mapping[str, Any]) -> Adapter:

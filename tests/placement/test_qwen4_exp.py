@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from placement.errors import CheckpointError
-from placement.headers import CheckpointHeaders, TensorHeader
+from placement.headers import CheckpointHeaders, TensorHeader, read_header_dump
 from placement.models.qwen4_exp import build_spec
 from placement.models.registry import load_model_spec, spec_from_config
 from placement.spec import Component, DTypeRule, GatedDeltaSpec, MixerKind, ModelSpec
@@ -353,3 +353,22 @@ def test_broken_json_files(tiny_copy: Path, file: str) -> None:
 def test_generation_config_is_optional(tiny_copy: Path) -> None:
     (tiny_copy / "generation_config.json").unlink()
     assert load_model_spec(str(tiny_copy))[0].eos_token_ids == (4087,)
+
+
+def test_config_with_a_header_dump(
+    tiny_config: dict[str, Any], make_headers: MakeHeaders, tmp_path: Path
+) -> None:
+    headers = make_headers(tiny_config, per_expert=True, shards=4)
+    dump = {n: {"dtype": h.dtype, "shape": list(h.shape)} for n, h in headers.tensors.items()}
+    config, dumped = tmp_path / "config.json", tmp_path / "headers.json"
+    config.write_text(json.dumps(tiny_config))
+    dumped.write_text(json.dumps({"__metadata__": {}, **dump}))
+    read = read_header_dump(str(dumped))
+    spec = spec_from_config(str(config), read)
+    assert spec.tensors == build_spec("t", tiny_config, None, headers).tensors
+    assert {n: (h.offset, h.nbytes) for n, h in read.tensors.items()} == {
+        n: (h.offset, h.nbytes) for n, h in headers.tensors.items()
+    }
+    dumped.write_text(json.dumps({**dump, "lm_head.weight": {"dtype": "Q9", "shape": [1]}}))
+    with pytest.raises(CheckpointError, match=r"headers.json: lm_head.weight: "):
+        read_header_dump(str(dumped))
