@@ -1,0 +1,143 @@
+"""Text to ids and back: pieces equal the whole, invalid bytes are replaced, torch stays out."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer as FastTokenizer
+
+from cluster.tokens import Detokenizer, Tokenizer
+from placement.errors import CheckpointError, ClientError
+
+TEXT = "Plain, café, 中文字符, עִבְרִית, 👍🏽 👩‍👩‍👧 é\n\ttab"
+
+
+def pieces(tokenizer: Tokenizer, ids: list[int] | tuple[int, ...]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer.vocabulary)
+    return [*map(detokenizer.push, ids), detokenizer.flush()]
+
+
+@given(ids=st.lists(st.integers(0, 4095), max_size=40))
+@settings(max_examples=300, deadline=None)
+def test_joined_pieces_equal_the_librarys_decoding(
+    tokenizer: Tokenizer, fast: FastTokenizer, ids: list[int]
+) -> None:
+    expected = fast.decode(ids, skip_special_tokens=True)
+    assert "".join(pieces(tokenizer, ids)) == tokenizer.decode(ids) == expected
+    assert tokenizer.decode(ids, skip_special=False) == fast.decode(ids, skip_special_tokens=False)
+
+
+@pytest.fixture(scope="module")
+def fast(embedded_model_dir: Path) -> FastTokenizer:
+    return FastTokenizer.from_file(str(embedded_model_dir / "tokenizer.json"))
+
+
+def test_a_character_split_over_tokens_comes_whole(
+    tokenizer: Tokenizer, byte_ids: Callable[[bytes], tuple[int, ...]]
+) -> None:
+    got = pieces(tokenizer, byte_ids(TEXT.encode()))
+    assert "".join(got) == TEXT
+    assert "\ufffd" not in "".join(got)
+    assert [piece for piece in got if piece] == list(TEXT)
+
+
+@pytest.mark.parametrize(
+    ("data", "expected"),
+    [
+        (b"a\xe4b", ["a", "", "\ufffdb", ""]),
+        (b"\xe4\xe4a", ["", "\ufffd", "\ufffda", ""]),
+        (b"\xff\xfe!", ["\ufffd", "\ufffd", "!", ""]),
+        (b"x\xf0\x9f\x91", ["x", "", "", "", "\ufffd"]),
+        (b"\xef\xbf\xbd.", ["", "", "\ufffd", ".", ""]),
+    ],
+)
+def test_bytes_that_are_no_character_are_replaced_as_soon_as_known(
+    tokenizer: Tokenizer,
+    byte_ids: Callable[[bytes], tuple[int, ...]],
+    data: bytes,
+    expected: list[str],
+) -> None:
+    assert pieces(tokenizer, byte_ids(data)) == expected
+
+
+def test_thinking_tags_show_only_on_request(tokenizer: Tokenizer) -> None:
+    ids = tokenizer.encode("<think>a</think>b<|im_end|>")
+    shown = Detokenizer(tokenizer.vocabulary, show_think_tags=True)
+    assert "".join(map(shown.push, ids)) == "<think>a</think>b"
+    assert tokenizer.decode(ids) == "ab"
+
+
+def test_padding_rows_of_the_vocabulary_give_no_text(tokenizer: Tokenizer) -> None:
+    assert pieces(tokenizer, [65, 10**6, -1]) == [tokenizer.decode([65]), "", "", ""]
+
+
+def test_ids_and_prompts_equal_transformers(
+    tokenizer: Tokenizer, embedded_model_dir: Path
+) -> None:
+    from transformers import AutoTokenizer
+
+    reference = AutoTokenizer.from_pretrained(embedded_model_dir)
+    messages = [
+        {"role": "system", "content": "Be kind."},
+        {"role": "user", "content": TEXT},
+        {"role": "assistant", "content": "Yes"},
+        {"role": "user", "content": "<|im_end|> and more"},
+    ]
+    for options in ({}, {"enable_thinking": False}):
+        expected = reference.apply_chat_template(
+            messages, add_generation_prompt=True, return_dict=False, **options
+        )
+        assert list(tokenizer.encode_chat(messages, options)) == expected
+    assert list(tokenizer.encode(TEXT)) == reference.encode(TEXT)
+
+
+def test_unpaired_surrogate_is_refused(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ClientError, match="unpaired surrogate at position 1"):
+        tokenizer.encode("a\ud800")
+
+
+def test_template_options_cannot_replace_the_messages(tokenizer: Tokenizer) -> None:
+    with pytest.raises(ClientError, match="can't set 'tools'"):
+        tokenizer.render([{"role": "user", "content": "x"}], {"tools": []})
+
+
+def test_a_directory_without_a_usable_tokenizer_is_named(
+    tmp_path: Path, embedded_model_dir: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json is missing"):
+        Tokenizer.load(tmp_path)
+    other = json.loads((embedded_model_dir / "tokenizer.json").read_text())
+    other["decoder"] = {"type": "Metaspace", "replacement": "_", "prepend_scheme": "always"}
+    (tmp_path / "tokenizer.json").write_text(json.dumps(other))
+    with pytest.raises(CheckpointError, match="Metaspace"):
+        Tokenizer.load(tmp_path)
+
+
+def test_a_model_without_template_has_no_chat(tmp_path: Path, embedded_model_dir: Path) -> None:
+    source = embedded_model_dir / "tokenizer.json"
+    (tmp_path / "tokenizer.json").write_bytes(source.read_bytes())
+    plain = Tokenizer.load(tmp_path)
+    assert not plain.has_template
+    with pytest.raises(ClientError, match="no chat template"):
+        plain.encode_chat([{"role": "user", "content": "x"}])
+
+
+def test_the_edge_imports_neither_torch_nor_ray(embedded_model_dir: Path) -> None:
+    code = (
+        "import sys; from cluster.ingress import make_app; from cluster.metrics import METRICS; "
+        "from cluster.tokens import Tokenizer; "
+        f"Tokenizer.load({str(embedded_model_dir)!r}).encode_chat([{{'role': 'user', "
+        "'content': 'hi'}]); print(sorted({'torch', 'ray'} & set(sys.modules)))"
+    )
+    root = Path(__file__).parents[3]
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=root, capture_output=True, text=True, check=True
+    )
+    assert done.stdout.strip() == "[]"
