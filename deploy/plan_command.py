@@ -20,6 +20,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     )
     add_model_flag(parser)
     parser.add_argument("--model-config", metavar="FILE", help="config.json of a model elsewhere")
+    parser.add_argument("--headers", metavar="FILE", help="its tensor headers as one JSON object")
     parser.add_argument("--chip", metavar="NAME", help="chip profile (default: the device's)")
     add_engine_flags(parser)
     parser.add_argument("--json", action="store_true", help="print the plan as JSON")
@@ -44,7 +45,13 @@ def _load(
     from placement.models.registry import load_model_spec, spec_from_config
 
     if arguments.model_config is None:
+        if arguments.headers is not None:
+            raise ConfigError("--headers goes with --model-config; a model directory has its own")
         return load_model_spec(model_dir)
     if arguments.model is not None:
         raise ConfigError("--model and --model-config name two models; give one of them")
-    return spec_from_config(arguments.model_config), None
+    if arguments.headers is None:
+        return spec_from_config(arguments.model_config), None
+    from deploy.header_file import spec_from_header_file
+
+    return spec_from_header_file(arguments.model_config, arguments.headers)

@@ -105,11 +105,12 @@ def jobs_from_lines(arguments: argparse.Namespace, limits: ModelLimits) -> list[
         lines = Path(path).read_text(encoding="utf-8").splitlines()
     except (OSError, UnicodeDecodeError) as error:
         raise ConfigError(f"can't read {path}: {error}; check --requests") from error
-    jobs = [
-        check(_job(_object(line, f"{path} line {number}"), arguments, limits), limits, where)
-        for number, line in enumerate(lines, 1)
-        if line.strip() and (where := f"{path} line {number}")
-    ]
+    jobs = []
+    for number, line in enumerate(lines, 1):
+        if line.strip():
+            where = f"{path} line {number}"
+            job = _job(_object(line, where), arguments, limits)
+            jobs.append(check(job, limits, where))
     if not jobs:
         raise ConfigError(f"{path} holds no request; put one JSON object on each line")
     return jobs
@@ -160,11 +161,14 @@ def _object(line: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{where} must be a JSON object, found a {type(found).__name__}")
-    known = {"prompt", "prompt_ids", *_TYPES}
+    known = {"prompt_ids", *_TYPES}
     if unknown := sorted(set(found) - known):
         raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
-    if ("prompt" in found) == ("prompt_ids" in found):
+    if (found.get("prompt") is None) == (found.get("prompt_ids") is None):
         raise ConfigError(f"{where} needs either prompt or prompt_ids")
+    ids = found.get("prompt_ids") or []
+    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
+        raise ConfigError(f"{where}: prompt_ids must be a list of whole numbers")
     for key, types in _TYPES.items():
         value = found.get(key)
         if value is not None and (not isinstance(value, types) or _is_bool_number(value, types)):
@@ -173,6 +177,7 @@ def _object(line: str, where: str) -> dict[str, Any]:
 
 
 _TYPES: Mapping[str, tuple[type, ...]] = {
+    "prompt": (str,),
     "max_tokens": (int,),
     "temperature": (int, float),
     "seed": (int,),
@@ -201,9 +206,6 @@ def _job(found: Mapping[str, Any], arguments: argparse.Namespace, limits: ModelL
 
 
 def _ids(found: Mapping[str, Any], limits: ModelLimits) -> tuple[int, ...]:
-    if "prompt" in found:
-        return limits.tokenizer.encode(str(found["prompt"]))
-    ids = found["prompt_ids"]
-    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise ConfigError("prompt_ids must be a list of whole numbers")
-    return tuple(ids)
+    if found.get("prompt") is not None:
+        return limits.tokenizer.encode(found["prompt"])
+    return tuple(found["prompt_ids"])
