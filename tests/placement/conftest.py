@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shutil
 import struct
 from collections.abc import Callable, Mapping
@@ -176,14 +175,3 @@ def real(
         extra={"model.visual.blocks.0.attn.qkv.weight": ("BF16", (3456, 1152))},
     )
     return build_spec("flash-next", real_config, None, headers), headers
-
-
-@pytest.fixture(scope="session")
-def layer_of() -> Callable[[str], int | None]:
-    """Layer number in a role, None for tensors outside the layers."""
-
-    def find(role: str) -> int | None:
-        found = re.match(r"layers\.(\d+)\.", role)
-        return int(found[1]) if found else None
-
-    return find
