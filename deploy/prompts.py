@@ -52,6 +52,9 @@ class ModelLimits:
 
     @property
     def has_tokenizer(self) -> bool:
+        """Whether ids can be turned into text here; a broken tokenizer is still an error."""
+        if not (Path(self.model_dir) / "tokenizer.json").is_file():
+            return False
         try:
             return bool(self.tokenizer)
         except ConfigError:
