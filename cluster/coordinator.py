@@ -1,0 +1,278 @@
+"""The coordinator of one gang: admission, streams, the state that /health and /ready tell, drain.
+
+A plain class for one event loop; a Serve deployment and an in-process form wrap it. Owns the
+only count of admitted requests. Touches no device and knows no Ray.
+"""
+
+from __future__ import annotations
+
+from collections.abc import AsyncGenerator, Callable
+from dataclasses import dataclass, field
+
+from cluster.client import EngineState, EngineStatus, NotServing, RankStatus
+from cluster.gang import Launcher
+from cluster.rank_status import load_progress, rank_status
+from cluster.session import GangListener, Session
+from cluster.streams import Stream, StreamTable
+from cluster.supervisor import RestartPolicy, Supervisor
+from placement.config import EngineConfig
+from placement.errors import ClientError, ErrorKind, NrankError
+from placement.plan import Plan
+from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
+
+QUEUE_RETRY_S = 1.0
+START_RETRY_S = 5.0
+PROGRESS_S = 0.5
+CLOSE_S = 5.0  # readers get this long to take the last batch of a stream that we ended
+# Error batches that we make ourselves: before the first token they are refusals.
+OWN_KINDS = (ErrorKind.RANK_FAILURE, ErrorKind.DRAINING, ErrorKind.HELD)
+
+
+@dataclass(frozen=True)
+class CoordinatorSettings:
+    """What the coordinator needs beyond the engine's configuration."""
+
+    max_queue_requests: int = 64  # admitted beyond those that can run at once
+    drain_timeout_s: float = 30.0
+    restart: RestartPolicy = field(default_factory=RestartPolicy)
+    snapshot_interval_s: float = 1.0
+    model_id: str = ""
+    config_hash: str = ""
+    revision: str = ""
+
+
+class Coordinator:
+    """Implements EngineClient in this process. Use: start(), generate() at any time, close()."""
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        plan: Plan,
+        make_launcher: Callable[[], Launcher],
+        settings: CoordinatorSettings,
+    ) -> None:
+        self._config = config
+        self._plan = plan
+        self._settings = settings
+        self._streams = StreamTable()
+        self._hold_reason = ""
+        self._cut_reason = ""
+        self._draining = False
+        listener = GangListener(self._streams.dispatch, self._gang_failed, self._has_work)
+        self._supervisor = Supervisor(
+            config, make_launcher, settings.restart, listener, settings.snapshot_interval_s
+        )
+
+    @property
+    def state(self) -> EngineState:
+        """The row of the state table that holds now; a full queue is a matter of each request."""
+        if self._supervisor.failed:
+            return EngineState.FAILED
+        if self._draining:
+            return EngineState.DRAINING
+        if not self._supervisor.ready:
+            started = self._supervisor.restarts or self._supervisor.reason
+            return EngineState.RESTARTING if started else EngineState.STARTING
+        if self._cut_reason:
+            return EngineState.CUT
+        return EngineState.HOLD if self._hold_reason else EngineState.SERVING
+
+    @property
+    def capacity(self) -> int:
+        """Admitted requests at most: those that run and those that wait."""
+        return self._plan.max_sequences + self._settings.max_queue_requests
+
+    @property
+    def admitted(self) -> int:
+        return len(self._streams)
+
+    @property
+    def _session(self) -> Session | None:
+        return self._supervisor.session
+
+    def _has_work(self) -> bool:
+        return len(self._streams) > 0 and not self._hold_reason
+
+    def start(self) -> None:
+        """Begins to place and load; returns at once. state and status() tell how it goes."""
+        self._supervisor.start()
+
+    def check_alive(self) -> None:
+        """Raises when supervision itself ended by a fault: the process must be replaced."""
+        self._supervisor.check()
+
+    @property
+    def fatal(self) -> NrankError | None:
+        """Why no gang can be started, when it is a matter of configuration or checkpoint."""
+        return self._supervisor.fatal
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenBatch, None]:
+        """Batches of one request as they come; several steps in one when the reader is behind.
+
+        Raises ClientError or NotServing before the first batch. Closing it aborts the request.
+        """
+        stream = self._admit(request)
+        try:
+            first = True
+            while True:
+                batch = await stream.get()
+                if first and not batch.token_ids and batch.error_kind in OWN_KINDS:
+                    raise self._refusal(ErrorKind(batch.error_kind), batch.error_message or "")
+                first = False
+                yield batch
+                if batch.finish_reason is not None:
+                    return
+        finally:
+            self._close(stream)
+
+    def _admit(self, request: EngineRequest) -> Stream:
+        self._check_length(request)
+        state = self.state
+        if state is EngineState.DRAINING:
+            raise self._refusal(ErrorKind.DRAINING, "the server is shutting down")
+        if state is EngineState.CUT:
+            raise self._refusal(ErrorKind.HELD, f"serving is cut: {self._cut_reason}")
+        session = self._session
+        if session is None or state not in (EngineState.SERVING, EngineState.HOLD):
+            raise self._refusal(ErrorKind.NOT_READY, f"the engine is {state}: {self._why()}")
+        if self.admitted >= self.capacity:
+            raise self._full(state)
+        stream = self._streams.add(request)
+        session.outbox.submit(stream.request)
+        return stream
+
+    def _check_length(self, request: EngineRequest) -> None:
+        limit = self._plan.context.allocated_tokens
+        tokens = len(request.prompt_ids)
+        if tokens < 1 or request.max_tokens < 1:
+            raise ClientError(
+                f"a request needs at least 1 prompt token and max_tokens of at least 1, "
+                f"got {tokens} and {request.max_tokens}"
+            )
+        if tokens + request.max_tokens > limit:
+            raise ClientError(
+                f"prompt ({tokens} tokens) and max_tokens ({request.max_tokens}) exceed the "
+                f"context of {limit} tokens; shorten one of them",
+                kind=ErrorKind.CONTEXT_LENGTH,
+            )
+
+    def _full(self, state: EngineState) -> NotServing:
+        text = (
+            f"{self.admitted} requests are admitted, the limit is {self.capacity} "
+            f"(max_sequences={self._plan.max_sequences} running, "
+            f"max_queue_requests={self._settings.max_queue_requests} waiting)"
+        )
+        if state is EngineState.HOLD:
+            return self._refusal(ErrorKind.HELD, f"on hold ({self._hold_reason}) and {text}")
+        return NotServing(f"{text}; retry later", ErrorKind.QUEUE_FULL, QUEUE_RETRY_S)
+
+    def _refusal(self, kind: ErrorKind, text: str) -> NotServing:
+        return NotServing(text, kind, START_RETRY_S)
+
+    def _why(self) -> str:
+        return self._supervisor.reason or self._supervisor.phase
+
+    def _close(self, stream: Stream) -> None:
+        """The only way out of the table; tells rank 0 when it doesn't know yet."""
+        self._streams.remove(stream)
+        if not stream.ended_by_rank and self._session is not None:
+            self._session.outbox.abort(stream.request.request_id)
+
+    def _gang_failed(self, cause: str) -> None:
+        kind = ErrorKind.DRAINING if self._draining else ErrorKind.RANK_FAILURE
+        self._streams.fail_all(kind, cause)
+
+    def hold(self, reason: str) -> None:
+        """New requests are queued up to the bound and not sent on, until resume()."""
+        self._hold_reason = reason
+        self._supervisor.hold(True)
+
+    def cut(self, reason: str) -> None:
+        """Ends every stream with an error and refuses new ones, until resume()."""
+        self._cut_reason = reason
+        self._streams.fail_all(ErrorKind.HELD, f"serving is cut: {reason}")
+
+    def resume(self) -> None:
+        self._hold_reason = self._cut_reason = ""
+        self._supervisor.hold(False)
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        """Refuses new requests and lets the admitted ones finish; True when all did in time."""
+        self._draining = True
+        timeout_s = self._settings.drain_timeout_s if timeout_s is None else timeout_s
+        finished = await self._streams.wait_empty(timeout_s)
+        if not finished:
+            text = f"the server is shutting down (drain_timeout_s={timeout_s:g})"
+            self._streams.fail_all(ErrorKind.DRAINING, text)
+            await self._streams.wait_empty(CLOSE_S)
+        return finished
+
+    async def close(self) -> None:
+        """Ends the gang, whatever state it is in; returns when no rank is left."""
+        self._draining = True
+        await self._supervisor.stop()
+
+    async def stop_reached(self, request_id: str) -> None:
+        for stream in self._streams.named(request_id):
+            stream.stop_reached = True
+
+    async def snapshots(self) -> tuple[RankSnapshot, ...]:
+        """The last snapshot of every rank of the gang at work, none between two gangs."""
+        return self._session.snapshots if self._session is not None else ()
+
+    async def status(self) -> EngineStatus:
+        plan, supervisor, state = self._plan, self._supervisor, self.state
+        running, waiting = self._load()
+        return EngineStatus(
+            state=state,
+            ready=state is EngineState.SERVING,
+            reason=self._status_reason(state),
+            model_id=self._settings.model_id,
+            plan_id=plan.plan_id,
+            config_hash=self._settings.config_hash,
+            revision=self._settings.revision,
+            device=self._config.device,
+            world_size=plan.world_size,
+            epoch=supervisor.epoch,
+            restarts=supervisor.restarts,
+            max_sequences=plan.max_sequences,
+            running=running,
+            waiting=waiting,
+            configured_tokens=plan.context.configured_tokens,
+            allocated_tokens=plan.context.allocated_tokens,
+            certified_tokens=plan.context.certified_tokens,
+            ranks=await self._rank_statuses(),
+        )
+
+    def _load(self) -> tuple[int, int]:
+        """Running and waiting requests: the admitted ones, split as rank 0 last told."""
+        snapshots = self._session.snapshots if self._session is not None else ()
+        running = min(snapshots[0].running if snapshots else 0, self.admitted)
+        return running, self.admitted - running
+
+    def _status_reason(self, state: EngineState) -> str:
+        reasons = {
+            EngineState.SERVING: "",
+            EngineState.HOLD: self._hold_reason,
+            EngineState.CUT: self._cut_reason,
+            EngineState.DRAINING: "shutting down",
+        }
+        return reasons.get(state, self._why())
+
+    async def _rank_statuses(self) -> tuple[RankStatus, ...]:
+        """Each rank as it last told; while loading, as it tells now."""
+        gang, session = self._supervisor.gang, self._session
+        if gang is None or len(gang.ranks) < gang.world_size:
+            return ()
+        phases = {} if session is not None else await load_progress(gang.ranks, PROGRESS_S)
+        snapshots = {s.rank: s for s in session.snapshots} if session is not None else {}
+        return tuple(
+            rank_status(
+                rank.identity,
+                phases.get(index) or LoadProgress(index, self._supervisor.phase),
+                snapshots.get(index),
+                session.heartbeat_age_s(index) if session is not None else 0.0,
+                self._plan.ranks[index].planned_bytes,
+            )
+            for index, rank in enumerate(gang.ranks)
+        )

@@ -1,0 +1,176 @@
+"""Death, silence and restart: in every phase, for every rank, with streams open or not."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from cluster.client import EngineState, NotServing
+from cluster.gang import RankDied
+from placement.errors import ErrorKind, RankError
+
+PLACES = [(phase, rank) for phase in ("place", "assign", "open", "load", "run") for rank in (0, 1)]
+PLACES.append(("listen", 0))  # the only rank with a part in this phase
+
+
+@pytest.mark.parametrize(("phase", "rank"), PLACES)
+def test_a_death_in_any_phase_ends_the_gang_and_starts_the_next(desk, drive, phase, rank):
+    async def body():
+        table = desk()
+        table.script.faults[1, phase, rank] = RankDied(f"rank {rank} died: SIGKILL", rank=rank)
+        async with table:
+            await table.serving()
+            status = await table.coordinator.status()
+            assert (status.epoch, status.restarts, status.reason) == (2, 1, "")
+            assert table.script.gangs[0].killed.is_set()
+            assert len(await table.tokens(table.request())) == 5
+
+    drive(body())
+
+
+@pytest.mark.parametrize("phase", ["assign", "open", "load"])
+def test_a_phase_that_ends_late_names_the_missing_ranks_and_the_setting(desk, drive, phase):
+    async def body():
+        table = desk(ranks=3, start_timeout_s=0.1, load_timeout_s=0.1, limit=0)
+        table.script.hangs.add((1, phase, 1))
+        async with table:
+            await table.until(lambda: table.coordinator.state is EngineState.FAILED)
+            reason = (await table.coordinator.status()).reason
+            assert "rank(s) 1 (2 of 3 done" in reason
+            assert "timeout_s=0.1" in reason
+
+    drive(body())
+
+
+def test_a_rendezvous_failure_also_names_who_never_arrived(desk, drive):
+    async def body():
+        table = desk(ranks=3, limit=0)
+        table.script.faults[1, "open", 0] = RankError("rendezvous on port 4711 timed out", rank=0)
+        table.script.hangs.add((1, "open", 2))
+        async with table:
+            await table.until(lambda: table.coordinator.state is EngineState.FAILED)
+            reason = (await table.coordinator.status()).reason
+            assert "rank 0 failed: rendezvous on port 4711 timed out" in reason
+            assert "no answer from rank(s) 2" in reason
+
+    drive(body())
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_death_ends_running_streams_with_an_error_and_queued_ones_with_503(
+    desk, drive, rank
+):
+    async def body():
+        async with desk() as table:
+            await table.serving()
+            running = [table.coordinator.generate(table.request(f"r{i}", 900)) for i in range(4)]
+            for stream in running:
+                await anext(stream)
+            table.script.gang.go.clear()
+            queued = asyncio.ensure_future(table.collect(table.request("queued")))
+            await table.until(lambda: len(table.script.gang.waiting) == 1)
+            table.script.gang.ranks[rank].die("killed by signal 9")
+            for stream in running:
+                last = [batch async for batch in stream][-1]
+                assert last.error_kind == ErrorKind.RANK_FAILURE
+                assert f"rank {rank} died: killed by signal 9" in last.error_message
+            with pytest.raises(NotServing) as caught:
+                await queued
+            assert caught.value.kind is ErrorKind.RANK_FAILURE
+            assert table.coordinator.admitted == 0
+            await table.until(lambda: len(table.script.gangs) == 2)
+            await table.serving()
+            assert len(await table.tokens(table.request())) == 5
+
+    drive(body())
+
+
+def test_the_dead_rank_is_named_although_its_peer_fails_first(desk, drive):
+    async def body():
+        async with desk(limit=0) as table:
+            await table.serving()
+            ranks = table.script.gang.ranks
+            ranks[0].fail(RankError("connection closed by peer", rank=0))
+            await asyncio.sleep(0)
+            ranks[1].die("killed by signal 9")
+            await table.until(lambda: table.coordinator.state is EngineState.FAILED)
+            assert "rank 1 died" in (await table.coordinator.status()).reason
+
+    drive(body())
+
+
+def test_a_failed_rank_is_a_dead_gang(desk, drive):
+    async def body():
+        async with desk() as table:
+            await table.serving()
+            stream = table.coordinator.generate(table.request(max_tokens=900))
+            await anext(stream)
+            table.script.gang.go.clear()
+            table.script.gang.ranks[1].fail(RankError("decisions differ", rank=1, step=64))
+            last = [batch async for batch in stream][-1]
+            assert "decisions differ" in last.error_message
+            await table.until(lambda: len(table.script.gangs) == 2)
+            assert table.script.gangs[0].killed.is_set()
+
+    drive(body())
+
+
+def test_a_step_that_never_ends_with_work_queued_is_a_dead_gang(desk, drive):
+    async def body():
+        async with desk(step_timeout_s=0.2) as table:
+            await table.serving()
+            stream = table.coordinator.generate(table.request(max_tokens=900))
+            await anext(stream)
+            table.script.gang.go.clear()
+            last = [batch async for batch in stream][-1]
+            assert "has not ended" in last.error_message
+            assert "step_timeout_s=0.2" in last.error_message
+            await table.until(lambda: len(table.script.gangs) == 2)
+
+    drive(body())
+
+
+def test_a_silent_rank_is_found_although_the_gang_is_idle(desk, drive):
+    async def body():
+        async with desk(step_timeout_s=0.2) as table:
+            await table.serving()
+            table.script.gang.ranks[1].silent = True
+            await table.until(lambda: len(table.script.gangs) == 2)
+            assert table.script.gangs[0].killed.is_set()
+
+    drive(body())
+
+
+def test_a_loop_that_ends_unasked_is_a_failure(desk, drive):
+    async def body():
+        async with desk(limit=0) as table:
+            await table.serving()
+            table.script.gang.ranks[1].ended.set()
+            await table.until(lambda: table.coordinator.state is EngineState.FAILED)
+            assert "rank 1 ended its loop unasked" in (await table.coordinator.status()).reason
+
+    drive(body())
+
+
+def test_requests_during_a_restart_are_refused_with_a_time_to_retry(desk, drive):
+    async def body():
+        async with desk(backoff_s=30.0) as table:
+            await table.serving()
+            table.script.gang.ranks[0].die()
+            await table.until(lambda: table.coordinator.state is EngineState.RESTARTING)
+            with pytest.raises(NotServing) as caught:
+                await table.collect(table.request())
+            assert caught.value.kind is ErrorKind.NOT_READY
+            assert caught.value.retry_after_s
+            await table.until(lambda: table.coordinator._supervisor.phase == "restarting")
+
+    drive(body())
+
+
+def test_back_off_doubles_up_to_its_bound():
+    from cluster.supervisor import BACKOFF_CAP_S, RestartPolicy
+
+    policy = RestartPolicy(backoff_s=1.5)
+    assert [policy.delay_s(n) for n in (1, 2, 3)] == [1.5, 3.0, 6.0]
+    assert policy.delay_s(20) == BACKOFF_CAP_S
