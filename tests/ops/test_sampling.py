@@ -115,7 +115,7 @@ def _slow_sample(
 @pytest.mark.parametrize(
     ("top_k", "top_p", "min_p"),
     [(0, 1.0, 0.0), (5, 1.0, 0.0), (0, 0.7, 0.0), (0, 1.0, 0.1), (20, 0.9, 0.05), (1, 0.5, 0.9),
-     (500, 0.01, 0.0)],
+     (500, 0.01, 0.0), (0, 0.0, 0.0)],
 )  # fmt: skip
 def test_filters_follow_the_slow_form(ops: OpSet, top_k: int, top_p: float, min_p: float) -> None:
     logits = torch.randn(40, 61) * 2
