@@ -106,6 +106,7 @@ def answer(model: Any, prompt: list[int]) -> dict[str, np.ndarray]:
         "ids": ids.numpy().astype(np.int32),
         "margins": gaps.numpy(),
         "positions": np.array(positions, dtype=np.int32),
+        "largest": full.abs().max().numpy(),
         "logits": full[positions].numpy(),
     }
 
