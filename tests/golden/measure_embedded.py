@@ -20,20 +20,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 FOLDER = Path(__file__).parent
 MODEL = FOLDER.parents[1] / "deploy" / "models" / "tiny-flash-next"
-WORDS = [
-    "apple",
-    "river",
-    "stone",
-    "cloud",
-    "tiger",
-    "lamp",
-    "piano",
-    "silver",
-    "garden",
-    "rocket",
-    "window",
-    "bridge",
-]
+WORDS = (
+    "apple", "river", "stone", "cloud", "tiger", "lamp",
+    "piano", "silver", "garden", "rocket", "window", "bridge",
+)  # fmt: skip
 Task = tuple[str, str]  # what the user says, the expected answer
 
 
