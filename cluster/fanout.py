@@ -19,7 +19,7 @@ from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
 _LOG = logging.getLogger("nrank.edge")
 
 _CLOSE_TIMEOUT_S = 10.0
-_QUEUE_BATCHES = 8  # a slow client holds its engine streams back instead of filling memory
+_UNREAD_BATCHES = 8  # of one choice; a slow client holds its streams back, memory stays bounded
 
 Item = tuple[int, TokenBatch | Exception]
 
@@ -30,7 +30,8 @@ class Fanout:
     def __init__(self, engine: EngineClient, requests: Sequence[EngineRequest]) -> None:
         self._engine = engine
         self._requests = tuple(requests)
-        self._queue: asyncio.Queue[Item] = asyncio.Queue(maxsize=_QUEUE_BATCHES)
+        self._queue: asyncio.Queue[Item] = asyncio.Queue()  # bounded by the permits
+        self._permits = [asyncio.Semaphore(_UNREAD_BATCHES) for _ in requests]
         self._readers: list[asyncio.Task[None]] = []
 
     async def __aenter__(self) -> Fanout:
@@ -50,6 +51,7 @@ class Fanout:
     async def next(self) -> tuple[int, TokenBatch]:
         """The next batch of any choice. Raises what the engine raised for any of them."""
         index, item = await self._queue.get()
+        self._permits[index].release()
         if isinstance(item, Exception):
             raise item
         if item.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
@@ -68,14 +70,15 @@ class Fanout:
                 _closable(self._engine, self._requests[index])
             ) as batches:
                 async for batch in batches:
+                    await self._permits[index].acquire()
                     finished = batch.finish_reason is not None
-                    await self._queue.put((index, batch))
+                    self._queue.put_nowait((index, batch))
         except Exception as error:  # raised again by next(), in the consumer's task
-            await self._queue.put((index, error))
+            self._queue.put_nowait((index, error))
             return
         if not finished:
             message = "the engine ended the stream before the answer was complete; retry"
-            await self._queue.put((index, NotServing(message, ErrorKind.RANK_FAILURE)))
+            self._queue.put_nowait((index, NotServing(message, ErrorKind.RANK_FAILURE)))
 
     async def _end(self, readers: Sequence[asyncio.Task[None]]) -> None:
         open_readers = [reader for reader in readers if not reader.done()]

@@ -39,6 +39,8 @@ _LOG = logging.getLogger("nrank.edge")
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
+_REFUSALS: dict[int | str, dict[str, Any]] = {"4XX": {"description": "OpenAI error envelope"}}
+
 Validate = Callable[[dict[str, Any], ModelCard, Tokenizer], ValidRequest]
 
 
@@ -60,7 +62,7 @@ def make_app(
     app.post("/v1/chat/completions", openapi_extra=_body_doc(ChatBody))(routes.chat)
     app.post("/v1/completions", openapi_extra=_body_doc(CompletionBody))(routes.completions)
     app.get("/v1/models")(routes.models)
-    app.get("/v1/models/{model_id:path}")(routes.model)
+    app.get("/v1/models/{model_id:path}", responses=_REFUSALS)(routes.model)
     app.get("/health")(routes.health)
     app.get("/ready")(routes.ready)
     app.get("/status")(routes.status)
@@ -143,7 +145,7 @@ class _Routes:
         except BaseException:
             await events.close()
             raise
-        return SseResponse(EventStream(answer, events, style, style.id).lines(first))
+        return SseResponse(EventStream(answer, events, style, style.id), first)
 
     async def _status(self) -> EngineStatus:
         """The engine's status; one that can't answer now is a gang that isn't there yet."""

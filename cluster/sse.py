@@ -75,8 +75,10 @@ class EventStream:
         except Exception as error:  # the status is sent: the client can only learn it here
             log_server_error(error, self._request_id)
             yield _data(http_error(error).body())
-        finally:
-            await self._events.close()
+
+    async def close(self) -> None:
+        """Abort what still runs. The lines' own end can't do it: they may never have started."""
+        await self._events.close()
 
     def _lines_of(self, event: AnswerEvent) -> bytes:
         chunks = self._opening(event.choice)
@@ -102,16 +104,20 @@ class SseResponse(Response):
 
     media_type = "text/event-stream"
 
-    def __init__(self, lines: AsyncGenerator[bytes, None]) -> None:
+    def __init__(self, stream: EventStream, first: AnswerEvent | Pace) -> None:
         self.status_code = 200
         self.background = None
-        self._lines = lines
+        self._stream = stream
+        self._lines = stream.lines(first)
         self.init_headers(SSE_HEADERS)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        async with contextlib.aclosing(self._lines):
+        try:
             with contextlib.suppress(ClientDisconnect):
                 await until_disconnect(receive, self._send(send))
+        finally:
+            await self._lines.aclose()
+            await self._stream.close()
 
     async def _send(self, send: Send) -> None:
         start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}

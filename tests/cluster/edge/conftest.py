@@ -55,6 +55,7 @@ class ScriptedEngine:
                 batch = step if isinstance(step, TokenBatch) else self._batch(request, step, made)
                 made += len(batch.token_ids)
                 complete = batch.finish_reason is not None
+                await asyncio.sleep(0)  # each batch is a step of its own
                 yield batch
                 if complete:
                     return
@@ -102,6 +103,8 @@ class AsgiCall:
         raw = json.dumps(body).encode()
         self._inbox.put_nowait({"type": "http.request", "body": raw, "more_body": False})
         self._sent = asyncio.Condition()
+        self.reading = asyncio.Event()  # cleared: the client has stopped taking data
+        self.reading.set()
         self.status: int | None = None
         self.text = ""
         scope = {
@@ -125,6 +128,7 @@ class AsgiCall:
                 self.status = message["status"]
             self.text += message.get("body", b"").decode()
             self._sent.notify_all()
+        await self.reading.wait()
 
     async def until(self, seen: Callable[[AsgiCall], bool]) -> None:
         async with self._sent:

@@ -78,9 +78,7 @@ def test_padding_rows_of_the_vocabulary_give_no_text(tokenizer: Tokenizer) -> No
     assert pieces(tokenizer, [65, 10**6, -1]) == [tokenizer.decode([65]), "", "", ""]
 
 
-def test_ids_and_prompts_equal_transformers(
-    tokenizer: Tokenizer, embedded_model_dir: Path
-) -> None:
+def test_ids_and_prompts_equal_transformers(tokenizer: Tokenizer, embedded_model_dir: Path) -> None:
     from transformers import AutoTokenizer
 
     reference = AutoTokenizer.from_pretrained(embedded_model_dir)
