@@ -11,12 +11,13 @@ from dataclasses import dataclass, field
 
 from cluster.client import EngineState, EngineStatus, NotServing, RankStatus
 from cluster.gang import Launcher
+from cluster.metrics import BuildInfo, EngineMetrics
 from cluster.rank_status import load_progress, rank_status
 from cluster.session import GangListener, Session
 from cluster.streams import Stream, StreamTable
 from cluster.supervisor import RestartPolicy, Supervisor
 from placement.config import EngineConfig
-from placement.errors import ClientError, ErrorKind, NrankError
+from placement.errors import ClientError, ErrorKind, NrankError, RankError
 from placement.plan import Plan
 from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
 
@@ -38,7 +39,7 @@ class CoordinatorSettings:
     snapshot_interval_s: float = 1.0
     model_id: str = ""
     config_hash: str = ""
-    revision: str = ""
+    build: BuildInfo = field(default_factory=BuildInfo)
 
 
 class Coordinator:
@@ -58,7 +59,14 @@ class Coordinator:
         self._hold_reason = ""
         self._cut_reason = ""
         self._draining = False
-        listener = GangListener(self._streams.dispatch, self._gang_failed, self._has_work)
+        self._metrics = EngineMetrics(settings.model_id, config.ranks, settings.build)
+        listener = GangListener(
+            on_batch=self._deliver,
+            on_snapshot=lambda snapshot: self._metrics.update_snapshots((snapshot,)),
+            on_end=self._gang_ended,
+            on_restart=self._gang_restarts,
+            has_work=self._has_work,
+        )
         self._supervisor = Supervisor(
             config, make_launcher, settings.restart, listener, settings.snapshot_interval_s
         )
@@ -126,6 +134,13 @@ class Coordinator:
             self._close(stream)
 
     def _admit(self, request: EngineRequest) -> Stream:
+        try:
+            return self._enter(request)
+        except (ClientError, NotServing) as error:
+            self._metrics.observe_rejected(error.kind)
+            raise
+
+    def _enter(self, request: EngineRequest) -> Stream:
         self._check_length(request)
         state = self.state
         if state is EngineState.DRAINING:
@@ -138,11 +153,12 @@ class Coordinator:
         if self.admitted >= self.capacity:
             raise self._full(state)
         stream = self._streams.add(request)
+        self._metrics.observe_started(stream.request)
         session.outbox.submit(stream.request)
         return stream
 
     def _check_length(self, request: EngineRequest) -> None:
-        limit = self._plan.context.allocated_tokens
+        limit = self._plan.context.configured_tokens
         tokens = len(request.prompt_ids)
         if tokens < 1 or request.max_tokens < 1:
             raise ClientError(
@@ -174,13 +190,31 @@ class Coordinator:
 
     def _close(self, stream: Stream) -> None:
         """The only way out of the table; tells rank 0 when it doesn't know yet."""
+        name = stream.request.request_id
         self._streams.remove(stream)
-        if not stream.ended_by_rank and self._session is not None:
-            self._session.outbox.abort(stream.request.request_id)
+        if stream.ended_by_rank:
+            return
+        if stream.stop_reached:
+            self._metrics.observe_stopped(name)
+        else:
+            self._metrics.observe_aborted(name, stream.failure or ErrorKind.CANCELLED)
+        if self._session is not None:
+            self._session.outbox.abort(name)
 
-    def _gang_failed(self, cause: str) -> None:
+    def _deliver(self, batch: TokenBatch) -> None:
+        self._metrics.observe_batch(batch)
+        self._streams.dispatch(batch)
+
+    def _gang_ended(self, error: NrankError | None) -> None:
         kind = ErrorKind.DRAINING if self._draining else ErrorKind.RANK_FAILURE
-        self._streams.fail_all(kind, cause)
+        self._streams.fail_all(kind, str(error or "the gang has ended"))
+
+    def _gang_restarts(self, error: NrankError) -> None:
+        """The label stays short: the phase in which it failed; the log has the whole cause."""
+        rank, phase = -1, ""
+        if isinstance(error, RankError):
+            rank, phase = error.rank, error.phase
+        self._metrics.observe_restart(phase or "run", (rank,) if rank >= 0 else ())
 
     def hold(self, reason: str) -> None:
         """New requests are queued up to the bound and not sent on, until resume()."""
@@ -220,6 +254,13 @@ class Coordinator:
         """The last snapshot of every rank of the gang at work, none between two gangs."""
         return self._session.snapshots if self._session is not None else ()
 
+    async def metrics_text(self) -> bytes:
+        self._metrics.set_state(self.state)
+        return self._metrics.render()
+
+    async def record_http(self, endpoint: str, code: int) -> None:
+        self._metrics.observe_http(endpoint, code)
+
     async def status(self) -> EngineStatus:
         plan, supervisor, state = self._plan, self._supervisor, self.state
         running, waiting = self._load()
@@ -230,7 +271,7 @@ class Coordinator:
             model_id=self._settings.model_id,
             plan_id=plan.plan_id,
             config_hash=self._settings.config_hash,
-            revision=self._settings.revision,
+            revision=self._settings.build.git_sha,
             device=self._config.device,
             world_size=plan.world_size,
             epoch=supervisor.epoch,

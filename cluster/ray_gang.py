@@ -107,6 +107,7 @@ class RayRank:
     def __init__(self, actor: Any, name: str, factory: RankFactory) -> None:
         self.actor = actor
         self.name = name
+        self._rank = -1
         self._factory = factory
         self.identity = RankIdentity(0, "", -1, "")
 
@@ -117,15 +118,17 @@ class RayRank:
             cause = error.cause
             if isinstance(cause, NrankError):
                 raise cause from None
-            raise RankError(f"{self.name}: {type(cause).__name__}: {cause}") from error
+            text = f"{self.name}: {type(cause).__name__}: {cause}"
+            raise RankError(text, rank=self._rank) from error
         except RayActorError as error:
-            raise RankDied(f"{self.name} died: {_one_line(error)}") from None
+            raise RankDied(f"{self.name} died: {_one_line(error)}", rank=self._rank) from None
 
     async def identify(self) -> RankIdentity:
         self.identity = await self._ask(self.actor.identity.remote())
         return self.identity
 
     async def assign(self, rank: int, world_size: int) -> None:
+        self._rank = rank
         self.name = f"rank {rank} (pid {self.identity.pid}, chip {self.identity.physical_chip})"
         await self._ask(self.actor.assign.remote(self._factory, rank, world_size))
 

@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cluster.gang import Gang, ProgressWatch, RankHandle
 from cluster.outbox import Outbox
 from placement.config import EngineConfig
-from placement.errors import RankError
+from placement.errors import NrankError, RankError
 from rank_worker.messages import EngineRequest, RankSnapshot, TokenBatch
 
 POLL_S = 1.0  # an idle poll for outputs returns after this time
@@ -23,10 +23,15 @@ PROBE = EngineRequest(PROBE_ID, prompt_ids=(0,), max_tokens=1, ignore_eos=True)
 
 @dataclass(frozen=True)
 class GangListener:
-    """Whom a gang tells: each batch, each failure, and who knows whether work is queued."""
+    """Whom a gang tells, and who knows whether work is queued.
+
+    `on_end` comes at the end of every life, with its failure; `on_restart` before the next one.
+    """
 
     on_batch: Callable[[TokenBatch], None]
-    on_failure: Callable[[str], None]
+    on_snapshot: Callable[[RankSnapshot], None]
+    on_end: Callable[[NrankError | None], None]
+    on_restart: Callable[[NrankError], None]
     has_work: Callable[[], bool]
 
 
@@ -98,7 +103,9 @@ class Session:
 
     def _heard(self, snapshot: RankSnapshot) -> None:
         # The epoch is ours: an engine doesn't know which life of the gang it belongs to.
-        self._snapshots[snapshot.rank] = replace(snapshot, epoch=self._epoch)
+        snapshot = replace(snapshot, epoch=self._epoch)
+        self._snapshots[snapshot.rank] = snapshot
+        self._listener.on_snapshot(snapshot)
         self._watch.heard(snapshot, time.monotonic())
 
     async def _pump(self) -> None:

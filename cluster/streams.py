@@ -37,6 +37,7 @@ class Stream:
         self.delivered = False  # a batch has reached the reader
         self.finished = False  # the last batch has been put
         self.ended_by_rank = False  # that batch came from rank 0, which has nothing left to end
+        self.failure = ""  # the kind of the error that we ended it with
         self.stop_reached = False  # the reader has all it wants: its close is no abort
         self._pending: TokenBatch | None = None
         self._wake = asyncio.Event()
@@ -53,6 +54,8 @@ class Stream:
 
     def fail(self, kind: ErrorKind, message: str) -> None:
         """Ends the stream with an error batch, after the tokens that were made before it."""
+        if not self.finished:
+            self.failure = kind.value
         self.put(
             TokenBatch(
                 self.caller_id,

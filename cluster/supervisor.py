@@ -112,7 +112,8 @@ class Supervisor:
         """One life: returns when stopped, raises when it failed; nothing is left either way."""
         self.epoch += 1
         gang = self.gang = Gang(self._make_launcher(), self._config)
-        begun_s, cause = time.monotonic(), "the gang has ended"
+        begun_s = time.monotonic()
+        failure: NrankError | None = None
         try:
             await gang.start(self._enter)
             session = self.session = Session(
@@ -121,14 +122,14 @@ class Supervisor:
             session.outbox.hold(self._held)
             await session.run()
         except NrankError as error:
-            cause = str(error)
+            failure = error
             if self.ready and time.monotonic() - begun_s > self._policy.steady_s:
                 self._row = 0
             raise
         finally:
             self.session = None
             self._enter("ending")
-            self._listener.on_failure(cause)
+            self._listener.on_end(failure)
             await gang.end()
 
     def _enter(self, phase: str) -> None:
@@ -150,6 +151,7 @@ class Supervisor:
             logger.error("gang %d failed for good: %s", self.epoch, error)
             return False
         delay_s = self._policy.delay_s(self._row)
+        self._listener.on_restart(error)
         self._enter("restarting")
         logger.warning(
             "gang %d failed: %s; restart %d of %d in %g s",

@@ -165,3 +165,43 @@ def test_an_error_batch_of_the_engine_passes_through(desk, drive):
             await table.until(lambda: name in gang.aborts)
 
     drive(body())
+
+
+def series(text: bytes) -> dict[str, float]:
+    lines = (line.rsplit(" ", 1) for line in text.decode().splitlines() if line[0] != "#")
+    return {name: float(value) for name, value in lines}
+
+
+def test_metrics_tell_success_stop_abort_refusal_and_restart_apart(desk, drive):
+    async def body():
+        async with desk(max_queue_requests=0) as table:
+            await table.serving()
+            await table.tokens(table.request("done"))
+            for name, stop in (("stopped", True), ("left", False)):
+                stream = table.coordinator.generate(table.request(name, 900))
+                await anext(stream)
+                if stop:
+                    await table.coordinator.stop_reached(name)
+                await stream.aclose()
+            with pytest.raises(Exception, match="context"):
+                await table.collect(table.request(max_tokens=5000))
+            await table.coordinator.record_http("/v1/completions", 200)
+            table.script.gang.ranks[1].die()
+            await table.until(lambda: len(table.script.gangs) == 2)
+            await table.serving()
+            found = series(await table.coordinator.metrics_text())
+            model = 'model_name="fake"'
+            success = "nrank_request_success_total"
+            assert found[f'{success}{{finish_reason="length",{model}}}'] == 1
+            assert found[f'{success}{{finish_reason="stop",{model}}}'] == 1
+            aborted = "nrank_requests_aborted_total"
+            assert found[f'{aborted}{{{model},reason="cancelled"}}'] == 1
+            rejected = "nrank_requests_rejected_total"
+            assert found[f'{rejected}{{reason="context_length"}}'] == 1
+            assert found['nrank_engine_state{state="serving"}'] == 1
+            assert found['nrank_rank_restarts_total{rank="1",reason="run"}'] == 1
+            assert found[f"nrank_time_to_first_token_seconds_count{{{model}}}"] == 3
+            http = 'nrank_requests_total{code="200",endpoint="/v1/completions",' + model + "}"
+            assert found[http] == 1
+
+    drive(body())

@@ -1,0 +1,193 @@
+"""The coordinator as a Serve deployment, and the client of it that an ingress holds.
+
+Owns what crosses between the two: requests and batches as plain dataclasses, refusals as values
+(an exception would cross with a traceback and a log line of its own). One replica is one gang.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import AsyncGenerator, Awaitable
+from dataclasses import dataclass
+from typing import Any, TypeVar
+
+from ray import serve
+from ray.exceptions import RayError
+from ray.serve.exceptions import RayServeException
+from ray.serve.handle import DeploymentHandle
+
+from cluster.client import EngineStatus, NotServing
+from cluster.coordinator import Coordinator, CoordinatorSettings
+from cluster.ray_gang import RayLauncher
+from placement.config import EngineConfig
+from placement.errors import ClientError, ErrorKind
+from placement.models.registry import load_model_spec
+from placement.plan import Plan, make_plan, require_fits
+from placement.topology import find_profile
+from rank_worker.messages import EngineRequest, FinishReason, RankSnapshot, TokenBatch
+
+T = TypeVar("T")
+
+ASK_S = 10.0  # a coordinator that does not answer a question for this long is not there
+TRANSPORT = (RayError, RayServeException)
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A ClientError or NotServing on its way to the ingress, sent in place of a first batch."""
+
+    message: str
+    kind: ErrorKind
+    is_client: bool
+    param: str | None = None
+    code: str | None = None
+    retry_after_s: float | None = None
+
+    @staticmethod
+    def of(error: ClientError | NotServing) -> Refusal:
+        if isinstance(error, ClientError):
+            return Refusal(str(error), error.kind, True, error.param, error.code)
+        return Refusal(str(error), error.kind, False, retry_after_s=error.retry_after_s)
+
+    def error(self) -> ClientError | NotServing:
+        if self.is_client:
+            return ClientError(self.message, self.kind, self.param, self.code)
+        return NotServing(self.message, self.kind, self.retry_after_s)
+
+
+def plan_of(config: EngineConfig) -> Plan:
+    """The plan of a gang. Raises CheckpointError, ConfigError, or PlanError when it doesn't fit."""
+    spec, headers = load_model_spec(config.model_dir)
+    plan = make_plan(config, spec, headers)
+    require_fits(plan)
+    return plan
+
+
+class CoordinatorReplica:
+    """Serve's side of a Coordinator: forwards, and ends the gang with the replica."""
+
+    async def __init__(  # type: ignore[misc]  # Serve awaits a constructor
+        self, config: EngineConfig, settings: CoordinatorSettings, resource: str
+    ) -> None:
+        profile = find_profile(config.device, config.chip_profile)
+        plan = await asyncio.to_thread(plan_of, config)
+        self._coordinator = Coordinator(
+            config, plan, lambda: RayLauncher(config, resource, profile), settings
+        )
+        self._coordinator.start()
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenBatch | Refusal, None]:
+        batches = self._coordinator.generate(request)
+        try:
+            async for batch in batches:
+                yield batch
+        except (ClientError, NotServing) as error:
+            yield Refusal.of(error)
+        finally:
+            await batches.aclose()
+
+    async def stop_reached(self, request_id: str) -> None:
+        await self._coordinator.stop_reached(request_id)
+
+    async def status(self) -> EngineStatus:
+        return await self._coordinator.status()
+
+    async def snapshots(self) -> tuple[RankSnapshot, ...]:
+        return await self._coordinator.snapshots()
+
+    async def metrics_text(self) -> bytes:
+        return await self._coordinator.metrics_text()
+
+    async def record_http(self, endpoint: str, code: int) -> None:
+        await self._coordinator.record_http(endpoint, code)
+
+    async def drain(self, timeout_s: float | None = None) -> bool:
+        return await self._coordinator.drain(timeout_s)
+
+    async def close(self) -> None:
+        await self._coordinator.close()
+
+    def check_health(self) -> None:
+        """Serve replaces the replica when this raises: only when supervision itself is gone.
+
+        A failed gang is the coordinator's to restart, with a cap that a new replica would forget.
+        """
+        self._coordinator.check_alive()
+
+    async def __del__(self) -> None:
+        await self._coordinator.close()
+
+
+class RemoteEngine:
+    """EngineClient over a deployment handle; faults of the transport become NotServing."""
+
+    def __init__(self, handle: DeploymentHandle[Any]) -> None:
+        self._handle: Any = handle
+        self._streaming: Any = handle.options(stream=True)
+
+    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenBatch, None]:
+        response = self._streaming.generate.remote(request)
+        started = finished = False
+        try:
+            async for item in response:
+                if isinstance(item, Refusal):
+                    finished = True
+                    raise item.error()
+                started, finished = True, item.finish_reason is not None
+                yield item
+        except TRANSPORT as error:
+            finished = True
+            if not started:
+                raise self._gone(error) from error
+            yield TokenBatch(
+                request.request_id, (), FinishReason.ERROR, time.time(),
+                error_kind=ErrorKind.RANK_FAILURE.value, error_message=str(self._gone(error)),
+            )  # fmt: skip
+        finally:
+            if not finished:
+                response.cancel()
+
+    def _gone(self, error: Exception) -> NotServing:
+        text = f"the coordinator of the gang is gone ({type(error).__name__}) and is replaced"
+        return NotServing(text, ErrorKind.RANK_FAILURE)
+
+    async def _ask(self, response: Awaitable[T]) -> T:
+        try:
+            async with asyncio.timeout(ASK_S):
+                return await response
+        except TRANSPORT as error:
+            raise self._gone(error) from error
+        except TimeoutError:
+            raise NotServing(f"the coordinator did not answer within {ASK_S:g} s") from None
+
+    async def stop_reached(self, request_id: str) -> None:
+        await self._ask(self._handle.stop_reached.remote(request_id))
+
+    async def status(self) -> EngineStatus:
+        return await self._ask(self._handle.status.remote())
+
+    async def snapshots(self) -> tuple[RankSnapshot, ...]:
+        return await self._ask(self._handle.snapshots.remote())
+
+    async def metrics_text(self) -> bytes:
+        return await self._ask(self._handle.metrics_text.remote())
+
+    async def record_http(self, endpoint: str, code: int) -> None:
+        await self._ask(self._handle.record_http.remote(endpoint, code))
+
+
+def coordinator_deployment(
+    config: EngineConfig, settings: CoordinatorSettings, resource: str
+) -> Any:
+    """The bound deployment. Serve's own bounds stand far above ours: it queues nothing."""
+    options: dict[str, Any] = {
+        "name": "Coordinator",
+        "num_replicas": 1,
+        "max_ongoing_requests": 1_000_000,
+        "ray_actor_options": {"num_cpus": 0},
+        "health_check_period_s": 5.0,
+        "health_check_timeout_s": 30.0,
+        "graceful_shutdown_timeout_s": settings.drain_timeout_s + config.step_timeout_s + 30.0,
+    }
+    return serve.deployment(**options)(CoordinatorReplica).bind(config, settings, resource)

@@ -1,0 +1,57 @@
+"""The HTTP edge as a Serve deployment: the FastAPI app of `cluster.ingress` over a remote gang.
+
+Owns nothing but the wiring; the replica loads its own tokenizer and model card.
+"""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from fastapi import FastAPI
+from ray import serve
+from ray.serve.handle import DeploymentHandle
+
+from cluster.ingress import EdgeSettings, make_app
+from cluster.model_card import load_model_card
+from cluster.ray_coordinator import RemoteEngine
+from cluster.tokens import Tokenizer
+
+
+class IngressReplica:
+    """Builds the app where it runs: a tokenizer does not travel."""
+
+    def __init__(
+        self,
+        coordinator: DeploymentHandle[Any],
+        model_dir: str,
+        model_id: str,
+        context_tokens: int,
+        settings: EdgeSettings,
+    ) -> None:
+        card = load_model_card(model_dir, model_id, int(time.time()), context_tokens)
+        self._app = make_app(RemoteEngine(coordinator), card, Tokenizer.load(model_dir), settings)
+
+    def __serve_build_asgi_app__(self) -> FastAPI:
+        return self._app
+
+
+def ingress_deployment(
+    coordinator: Any,
+    model_dir: str,
+    model_id: str,
+    context_tokens: int,
+    settings: EdgeSettings,
+    replicas: int,
+    drain_timeout_s: float,
+) -> Any:
+    """The bound deployment, the application's entry."""
+    options: dict[str, Any] = {
+        "name": "Ingress",
+        "num_replicas": replicas,
+        "max_ongoing_requests": 1_000_000,
+        "ray_actor_options": {"num_cpus": 0},
+        "graceful_shutdown_timeout_s": drain_timeout_s + 10.0,
+    }
+    deployment = serve.deployment(**options)(serve.ingress()(IngressReplica))
+    return deployment.bind(coordinator, model_dir, model_id, context_tokens, settings)

@@ -1,0 +1,171 @@
+"""`nrank serve`: everything checked, Ray up, the application served, until a signal; then drained.
+
+Owns the order of start and end and what the user reads meanwhile. Leaves no process behind,
+whichever way it ends.
+"""
+
+from __future__ import annotations
+
+import signal
+import time
+import urllib.error
+import urllib.request
+from typing import Any
+
+from ray import serve
+from ray.serve.config import HTTPOptions, ProxyLocation
+from ray.serve.schema import LoggingConfig
+
+from cluster.client import EngineState, EngineStatus, NotServing
+from cluster.ray_coordinator import TRANSPORT, plan_of
+from cluster.ray_gang import check_resources
+from deploy import local_ray
+from deploy.config import ServeConfig
+from deploy.serve import application, resource_of
+from deploy.signals import Interrupted, SignalFlag
+from placement.errors import ConfigError, RankError
+from placement.plan import Plan
+
+APP = "nrank"
+ASK_S = 15.0
+POLL_S = 0.5
+WATCH_S = 2.0
+HTTP_S = 30.0
+INTERRUPTED = 130
+
+
+class Foreground:
+    """One run of the command. `say` prints a line at once: others wait for it."""
+
+    def __init__(self, config: ServeConfig) -> None:
+        self._config = config
+        self._resource = resource_of(config)
+        self._told = ""
+
+    def run(self) -> int:
+        """0 after a clean end, 130 for SIGINT before it was ready. Raises NrankError."""
+        port = local_ray.check_port(self._config.host, self._config.port)
+        self._config = self._config.model_copy(update={"port": port})
+        plan = plan_of(self._config.engine())
+        self._check_chips()
+        with SignalFlag() as flag:
+            try:
+                return self._serve(plan, flag)
+            except Interrupted as interrupted:
+                say(f"{interrupted}: ending")
+                return INTERRUPTED if interrupted.signum == signal.SIGINT else 0
+            finally:
+                flag.shield()
+                local_ray.stop(not self._config.ray_address, APP)
+
+    def _check_chips(self) -> None:
+        chips, ranks = self._config.chips, self._config.ranks
+        if 0 < chips < ranks:
+            raise ConfigError(f"ranks = {ranks}, but chips = {chips}: each rank needs one chip")
+
+    def _serve(self, plan: Plan, flag: SignalFlag) -> int:
+        config = self._config
+        say(f"model {config.model_name}: {config.ranks} rank(s) on {config.device}")
+        say(f"config {config.config_hash}, plan {plan.plan_id}")
+        dashboard = self._start_ray(flag)
+        handle = self._deploy()
+        flag.take_over()
+        self._wait_ready(handle)
+        flag.serving()
+        base = f"http://{bracketed(config.host)}:{config.port}"
+        say(f"dashboard {dashboard or 'off'}, token {local_ray.token_place()}")
+        say(f"ready: {base}/v1")
+        self._watch(handle, flag)
+        say(f"draining, up to {config.drain_timeout_s:g} s")
+        self._drain(handle)
+        return 0
+
+    def _start_ray(self, flag: SignalFlag) -> str:
+        config, resources = self._config, {}
+        if self._resource not in ("GPU", "NPU"):  # Ray finds those itself
+            resources[self._resource] = float(config.chips or config.ranks)
+        say(f"connecting to Ray at {config.ray_address}" if config.ray_address else "starting Ray")
+        dashboard = local_ray.start(config.ray_address, resources)
+        flag.take_over()
+        check_resources(self._resource, config.ranks)
+        return dashboard
+
+    def _deploy(self) -> Any:
+        config, quiet = self._config, LoggingConfig(log_level="WARNING", enable_access_log=False)
+        http = HTTPOptions(host=config.host, port=config.port, request_timeout_s=None)
+        serve.start(ProxyLocation.HeadOnly, http, logging_config=quiet)
+        serve.run(application(config), name=APP, route_prefix="/", logging_config=quiet)
+        return serve.get_deployment_handle("Coordinator", APP)
+
+    def _wait_ready(self, handle: Any) -> None:
+        """Until the gang has made a step and the port answers; RankError when it never will."""
+        while True:
+            status = self._status(handle)
+            if status is not None:
+                self._tell(status)
+                if status.state is EngineState.FAILED:
+                    raise RankError(f"the gang can't be started: {status.reason}")
+                if status.ready:
+                    break
+            time.sleep(POLL_S)
+        deadline_s = time.monotonic() + HTTP_S
+        while not answers(f"http://{reachable(self._config.host)}:{self._config.port}/ready"):
+            if time.monotonic() > deadline_s:
+                raise RankError(f"port {self._config.port} did not answer within {HTTP_S:g} s")
+            time.sleep(POLL_S)
+
+    def _watch(self, handle: Any, flag: SignalFlag) -> None:
+        """Until a signal: tells what changes."""
+        while not flag.wait(WATCH_S):
+            status = self._status(handle)
+            if status is not None:
+                self._tell(status)
+
+    def _status(self, handle: Any) -> EngineStatus | None:
+        """None while the coordinator itself is being replaced."""
+        try:
+            return handle.status.remote().result(timeout_s=ASK_S)  # type: ignore[no-any-return]
+        except (*TRANSPORT, NotServing, TimeoutError):
+            return None
+
+    def _tell(self, status: EngineStatus) -> None:
+        text = f"gang {status.epoch}: {status.state}"
+        if status.state is EngineState.STARTING and status.ranks:
+            done = sum(rank.measured_bytes for rank in status.ranks) / 2**20
+            text += f" ({', '.join(sorted({r.phase for r in status.ranks}))}, {done:.0f} MiB read)"
+        elif status.reason:
+            text += f" ({status.reason})"
+        if text != self._told:
+            self._told = text
+            say(text)
+
+    def _drain(self, handle: Any) -> None:
+        timeout_s = self._config.drain_timeout_s + ASK_S
+        try:
+            finished = handle.drain.remote().result(timeout_s=timeout_s)
+            handle.close.remote().result(timeout_s=self._config.step_timeout_s + ASK_S)
+        except (*TRANSPORT, TimeoutError) as error:
+            say(f"the coordinator did not drain ({type(error).__name__}); ending it")
+            return
+        say("drained" if finished else "drain timeout: open requests were ended with an error")
+
+
+def say(text: str) -> None:
+    print(f"nrank: {text}", flush=True)
+
+
+def bracketed(host: str) -> str:
+    return f"[{host}]" if ":" in host else host
+
+
+def reachable(host: str) -> str:
+    """An address on which this machine reaches a server that listens on `host`."""
+    return bracketed({"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host))
+
+
+def answers(url: str) -> bool:
+    try:
+        with urllib.request.urlopen(url, timeout=ASK_S) as response:
+            return bool(response.status == 200)
+    except (urllib.error.URLError, TimeoutError, ConnectionError):
+        return False
