@@ -36,6 +36,24 @@ class Module:
                 names |= {f"{node.module}.{alias.name}" for alias in node.names}
         return names
 
+    def start_imports(self) -> set[str]:
+        """Dotted names imported when the module is: not in functions, not for types only."""
+        names: set[str] = set()
+        open_nodes: list[ast.AST] = list(self.tree.body)
+        while open_nodes:
+            node = open_nodes.pop()
+            if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda):
+                continue
+            if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.unparse(node.test):
+                open_nodes += node.orelse
+                continue
+            if isinstance(node, ast.Import):
+                names |= {alias.name for alias in node.names}
+            elif isinstance(node, ast.ImportFrom) and node.module:
+                names |= {node.module, *(f"{node.module}.{alias.name}" for alias in node.names)}
+            open_nodes += ast.iter_child_nodes(node)
+        return names
+
     def strings(self) -> list[tuple[int, str]]:
         """Line and value of every string constant but docstrings, f-string parts included."""
         docs = {

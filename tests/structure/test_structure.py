@@ -9,6 +9,8 @@ import tomllib
 from pathlib import Path
 from typing import Any
 
+import pytest
+
 MAY_IMPORT = {
     "placement": {"placement"},
     "ops": {"placement", "ops"},
@@ -74,11 +76,30 @@ def test_ray_is_imported_at_the_edge_only(modules: list[Any]) -> None:
     assert not wrong
 
 
-def test_messages_and_configuration_are_free_of_torch(modules: list[Any]) -> None:
-    by_path = {module.path: module for module in modules}
-    for path in ("rank_worker/messages.py", "deploy/cli.py", "deploy/config.py"):
-        tops = {name.partition(".")[0] for name in by_path[path].imports()}
-        assert not tops & {"torch", "ray", "transformers"}, path
+@pytest.mark.parametrize(
+    ("start", "heavy"),
+    [
+        ("rank_worker.messages", {"torch", "ray", "numpy"}),
+        ("cluster.ingress", {"torch", "ray"}),
+        ("cluster.tokens", {"torch", "ray"}),
+        ("deploy.cli", {"torch", "ray", "transformers", "pydantic", "numpy"}),
+        ("deploy.config", {"torch", "ray", "transformers"}),
+        ("rank_worker.launch", {"ray", "transformers", "pydantic", "fastapi"}),
+    ],
+)
+def test_what_starts_light_pulls_nothing_heavy_in(
+    modules: list[Any], start: str, heavy: set[str]
+) -> None:
+    by_name = {m.path.removesuffix(".py").replace("/", "."): m for m in modules}
+    seen, waiting = set[str](), [start]
+    while waiting:
+        name = waiting.pop()
+        if name in by_name and name not in seen:
+            seen.add(name)
+            waiting += by_name[name].start_imports()
+            tops = {found.partition(".")[0] for found in by_name[name].start_imports()}
+            assert not tops & heavy, name
+    assert start in seen
 
 
 def test_files_stay_readable(modules: list[Any]) -> None:
