@@ -67,6 +67,14 @@ def test_without_thinking_there_is_no_reasoning_field(
     assert message["content"] == "Plain  no ."
 
 
+@pytest.mark.parametrize("answer", ["<think>a</think>b</think>c<think>", "b</think>c<think>"])
+def test_a_stray_thinking_tag_never_shows(
+    client: TestClient, engine: Any, tokenizer: Tokenizer, answer: str
+) -> None:
+    engine.script = lambda request: [tokenizer.encode(f"{answer}<|im_end|>")]
+    assert client.post(CHAT_URL, json=CHAT).json()["choices"][0]["message"]["content"] == "bc"
+
+
 def test_a_cut_inside_reasoning_is_length_with_empty_content(
     client: TestClient, engine: Any, tokenizer: Tokenizer
 ) -> None:
