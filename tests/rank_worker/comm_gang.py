@@ -1,8 +1,7 @@
-"""Run one scenario of collectives in real processes and print what each rank saw as JSON lines.
+"""Run scenarios of collectives in real processes and print what each rank saw as JSON lines.
 
-Usage: python comm_gang.py SCENARIO COMM WORLD_SIZE SEED OUT_DIR
-
-torch is imported once and the ranks are forked from it before anything else happens.
+Reads lines `SCENARIO COMM WORLD_SIZE SEED OUT_DIR`; after each gang it prints an empty line. torch
+is imported once and the ranks are forked from this process, which itself never uses it.
 """
 
 from __future__ import annotations
@@ -136,17 +135,21 @@ def run_rank(
 
 
 def main() -> None:
-    name, comm_name, world, seed, out = sys.argv[1:]
-    pipe = os.pipe()
-    children = []
-    for rank in range(int(world)):
-        pid = os.fork()
-        if pid == 0:
-            run_rank(rank, int(world), name, comm_name, int(seed), Path(out), pipe)
-            os._exit(0)
-        children.append(pid)
-    for pid in children:
-        os.waitpid(pid, 0)
+    for line in sys.stdin:
+        name, comm_name, world, seed, out = line.split()
+        pipe = os.pipe()
+        children = []
+        for rank in range(int(world)):
+            pid = os.fork()
+            if pid == 0:
+                run_rank(rank, int(world), name, comm_name, int(seed), Path(out), pipe)
+                os._exit(0)
+            children.append(pid)
+        for pid in children:
+            os.waitpid(pid, 0)
+        for descriptor in pipe:
+            os.close(descriptor)
+        os.write(1, b"\n")
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import signal
@@ -12,6 +13,7 @@ from collections.abc import Callable, Iterator
 from importlib.util import module_from_spec, spec_from_file_location
 from pathlib import Path
 from types import ModuleType
+from typing import Any
 
 import numpy as np
 import pytest
@@ -25,33 +27,61 @@ from rank_worker.comm import Comm, LocalComm, choose_comm, make_comm
 SCRIPT = Path(__file__).with_name("comm_gang.py")
 ROOT = Path(__file__).parents[2]
 BOTH = pytest.mark.parametrize("name", ["shm", "gloo"])
-Start = Callable[..., "subprocess.Popen[str]"]
+Reports = dict[int, dict[str, Any]]
 
 
-@pytest.fixture
-def start() -> Iterator[Start]:
-    """Start a gang of processes; whatever is left of it is killed when the test ends."""
-    running: list[subprocess.Popen[str]] = []
+class Gangs:
+    """A process that forks gangs of ranks on request, one after the other."""
 
-    def start_gang(
-        scenario: str, name: str, world: int, out: Path, seed: int = 1
-    ) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, str(SCRIPT), scenario, name, str(world), str(seed), str(out)],
+    def __init__(self) -> None:
+        self.process = subprocess.Popen(
+            [sys.executable, str(SCRIPT)],
+            stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
             text=True,
             env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
             start_new_session=True,
         )
-        running.append(process)
-        return process
 
-    yield start_gang
-    for process in running:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    def start(self, scenario: str, name: str, world: int, out: Path, seed: int = 1) -> None:
+        assert self.process.stdin is not None
+        self.process.stdin.write(f"{scenario} {name} {world} {seed} {out}\n")
+        self.process.stdin.flush()
+
+    def lines(self) -> Iterator[dict[str, Any]]:
+        """Reports of the running gang's ranks until its last rank has ended."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            if not line.strip():
+                return
+            yield json.loads(line)
+
+    def finish(self) -> Reports:
+        return {report["rank"]: report for report in self.lines()}
+
+    def run(self, scenario: str, name: str, world: int, out: Path) -> Reports:
+        self.start(scenario, name, world, out)
+        return self.finish()
+
+    def kill(self) -> None:
+        """End the process and all ranks it has forked, as a power cut would."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+        self.process.communicate()
+
+
+@pytest.fixture(scope="module")
+def gangs() -> Iterator[Gangs]:
+    running = Gangs()
+    yield running
+    running.kill()
+
+
+@pytest.fixture
+def other_gangs() -> Iterator[Gangs]:
+    running = Gangs()
+    yield running
+    running.kill()
 
 
 @pytest.fixture(scope="module")
@@ -62,13 +92,6 @@ def gang() -> ModuleType:
     module = module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def finish(process: subprocess.Popen[str]) -> dict[int, dict[str, object]]:
-    out, err = process.communicate(timeout=120)
-    reports = [json.loads(line) for line in out.splitlines()]
-    assert reports, err
-    return {report["rank"]: report for report in reports}
 
 
 def check_sums(gang: ModuleType, world: int, seed: int, out: Path) -> None:
@@ -96,28 +119,28 @@ def check_sums(gang: ModuleType, world: int, seed: int, out: Path) -> None:
 @BOTH
 @pytest.mark.parametrize("world", [2, 3, 4])
 def test_every_rank_gets_the_bits_of_the_sum_in_rank_order(
-    start: Start, gang: ModuleType, tmp_path: Path, name: str, world: int
+    gangs: Gangs, gang: ModuleType, tmp_path: Path, name: str, world: int
 ) -> None:
-    reports = finish(start("sums", name, world, tmp_path))
+    reports = gangs.run("sums", name, world, tmp_path)
     assert {r["result"] for r in reports.values()} == {"done"}, reports
     check_sums(gang, world, 1, tmp_path)
 
 
 def test_two_gangs_of_one_machine_do_not_mix(
-    start: Start, gang: ModuleType, tmp_path: Path
+    gangs: Gangs, other_gangs: Gangs, gang: ModuleType, tmp_path: Path
 ) -> None:
-    folders = [tmp_path / "a", tmp_path / "b"]
-    for folder in folders:
-        folder.mkdir()
-    gangs = [start("sums", "shm", 2, folder, seed) for seed, folder in enumerate(folders)]
-    for seed, (process, folder) in enumerate(zip(gangs, folders, strict=True)):
-        finish(process)
-        check_sums(gang, 2, seed, folder)
+    both = [gangs, other_gangs]
+    for seed, running in enumerate(both):
+        (tmp_path / str(seed)).mkdir()
+        running.start("sums", "shm", 2, tmp_path / str(seed), seed)
+    for seed, running in enumerate(both):
+        running.finish()
+        check_sums(gang, 2, seed, tmp_path / str(seed))
 
 
 @BOTH
-def test_a_killed_peer_ends_the_wait_with_an_error(start: Start, tmp_path: Path, name: str) -> None:
-    reports = finish(start("dead_peer", name, 3, tmp_path))
+def test_a_killed_peer_ends_the_wait_with_an_error(gangs: Gangs, tmp_path: Path, name: str) -> None:
+    reports = gangs.run("dead_peer", name, 3, tmp_path)
     assert sorted(reports) == [0, 2]
     for report in reports.values():
         assert report["result"] == "RankError"
@@ -126,36 +149,33 @@ def test_a_killed_peer_ends_the_wait_with_an_error(start: Start, tmp_path: Path,
 
 
 @BOTH
-def test_a_killed_leader_ends_the_wait_for_a_plan(start: Start, tmp_path: Path, name: str) -> None:
-    reports = finish(start("dead_leader", name, 2, tmp_path))
+def test_a_killed_leader_ends_the_wait_for_a_plan(gangs: Gangs, tmp_path: Path, name: str) -> None:
+    reports = gangs.run("dead_leader", name, 2, tmp_path)
     assert reports[1]["result"] == "RankError"
     assert "\n" not in reports[1]["detail"]["message"]
 
 
 @BOTH
-def test_a_rank_that_never_joins_is_named(start: Start, tmp_path: Path, name: str) -> None:
-    reports = finish(start("late_rank", name, 3, tmp_path))
+def test_a_rank_that_never_joins_is_named(gangs: Gangs, tmp_path: Path, name: str) -> None:
+    reports = gangs.run("late_rank", name, 3, tmp_path)
     assert reports[0]["detail"]["rank"] == 1
     assert "ranks [1] did not arrive" in reports[0]["detail"]["message"]
 
 
-def test_ranks_in_different_steps_are_told_apart(start: Start, tmp_path: Path) -> None:
-    reports = finish(start("different_steps", "shm", 2, tmp_path))
+def test_ranks_in_different_steps_are_told_apart(gangs: Gangs, tmp_path: Path) -> None:
+    reports = gangs.run("different_steps", "shm", 2, tmp_path)
     message = reports[0]["detail"]["message"]
     assert "a sum of 32 bytes here and a gather of 32 bytes on rank 1" in message
 
 
-def test_killed_ranks_leave_no_shared_memory_behind(start: Start, tmp_path: Path) -> None:
-    process = start("wait_for_kill", "shm", 2, tmp_path)
-    assert process.stdout is not None
-    reports = [json.loads(process.stdout.readline()) for _ in range(2)]
+def test_killed_ranks_leave_no_shared_memory_behind(other_gangs: Gangs, tmp_path: Path) -> None:
+    other_gangs.start("wait_for_kill", "shm", 2, tmp_path)
+    reports = list(itertools.islice(other_gangs.lines(), 2))
     for report in reports:
         assert report["result"] == "shared"
         assert report["detail"] is False, "a named file in /dev/shm would outlive a killed rank"
-    before = set(os.listdir("/dev/shm"))
-    os.killpg(process.pid, signal.SIGKILL)
-    process.communicate()
-    assert not {f for f in set(os.listdir("/dev/shm")) - before if "nrank" in f}
+    other_gangs.kill()
+    assert not [f for f in os.listdir("/dev/shm") if "nrank" in f]
 
 
 def open_threads(world: int, open_one: Callable[[comm_store.Meeting], Comm]) -> list[Comm]:
