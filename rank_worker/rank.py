@@ -44,8 +44,8 @@ class Rank:
         self.counter = LoadCounter()
         self.plan: Plan | None = None
         self._store: Any = None  # rank 0: the rendezvous store it serves
-        self._runner: Runner | None = None
-        self._scheduler: Scheduler | None = None
+        self.runner: Runner | None = None
+        self.scheduler: Scheduler | None = None
         self._inbox: queue.SimpleQueue[EngineRequest | tuple[str, ...]] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[list[TokenBatch]] = queue.SimpleQueue()
         self._stop = threading.Event()
@@ -90,9 +90,9 @@ class Rank:
         )  # fmt: skip
         vocab = tuple(s.ranges[Axis.VOCAB] for s in plan.shares)
         context = plan.context.configured_tokens
-        self._runner = Runner(parts, weights, self.comm, vocab, context)
+        self.runner = Runner(parts, weights, self.comm, vocab, context)
         if self.rank == 0:
-            self._scheduler = Scheduler(self._limits(plan))
+            self.scheduler = Scheduler(self._limits(plan))
         self.comm.roll_call("loaded", self.config.load_timeout_s)
         self._warm_up()
         self._phase = "ready"
@@ -115,19 +115,19 @@ class Rank:
             ),
             StepPlan(Opcode.STEP, self.epoch, 0, True, (), (), (Row(0, 2, 1, last),), ()),
         )  # fmt: skip
-        assert self._runner is not None
+        assert self.runner is not None
         for step in steps:
-            self._runner.execute(decode(encode(step)))
+            self.runner.execute(decode(encode(step)))
         self.comm.barrier()
 
     def run(self) -> None:
         """The step loop. Returns after `stop`; RankError when a step or a peer fails."""
-        assert self._runner is not None, "load() comes before run()"
+        assert self.runner is not None, "load() comes before run()"
         try:
             if self.rank == 0:
-                self._lead(self._runner)
+                self._lead(self.runner)
             else:
-                self._follow(self._runner)
+                self._follow(self.runner)
         except NrankError:
             raise
         except Exception as error:
@@ -137,7 +137,7 @@ class Rank:
             ) from error  # fmt: skip
 
     def _lead(self, runner: Runner) -> None:
-        scheduler = self._scheduler
+        scheduler = self.scheduler
         assert scheduler is not None
         while not self._stop.is_set():
             self._drain_inbox(scheduler)
@@ -218,7 +218,7 @@ class Rank:
         )
 
     def snapshot(self) -> RankSnapshot:
-        scheduler, runner, plan = self._scheduler, self._runner, self.plan
+        scheduler, runner, plan = self.scheduler, self.runner, self.plan
         memory = dict(self._weight_bytes)
         if runner is not None:
             memory.update(runner.model.state_bytes())

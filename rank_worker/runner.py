@@ -31,8 +31,7 @@ class Runner:
         max_pages = -(-context_tokens // parts.page_tokens)
         self.builder = BatchBuilder(parts.num_slots, max_pages, parts.page_tokens)
         self.sampler = Sampler(parts.ops, comm, vocab_ranges, parts.num_slots)
-        self.last_logits: Tensor | None = None  # kept for the golden tests when asked for
-        self.keep_logits = False
+        self.logits_log: list[Tensor] | None = None  # a list here collects every step's logits
 
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Tensor:
@@ -42,8 +41,8 @@ class Runner:
             self.sampler.admit(admit)
         batch = self.builder.build(plan)
         logits = self.model.forward(batch)
-        if self.keep_logits:
-            self.last_logits = logits
+        if self.logits_log is not None:
+            self.logits_log.append(logits.clone())
         ids = self.sampler.sample(
             logits, batch.sample_slots, batch.sample_slots_host, batch.sample_positions
         )

@@ -10,6 +10,7 @@ from collections import deque
 from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
+from placement.errors import ConfigError
 from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
 from rank_worker.pages import PagePool
 from rank_worker.sequence import Sequence
@@ -45,6 +46,13 @@ class Scheduler:
     """schedule() -> StepPlan, then update(sampled ids) -> TokenBatches. One step in flight."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
+        """ConfigError when the page pool can't hold one sequence of the whole context."""
+        room = limits.num_pages * limits.page_tokens
+        if room < limits.context_tokens:
+            raise ConfigError(
+                f"the page pool holds {room} tokens, less than one context of "
+                f"{limits.context_tokens}: raise kv_pool_tokens or lower context_tokens"
+            )
         self.limits = limits
         self.waiting: deque[Sequence] = deque()
         self.running: list[Sequence] = []  # oldest admission first

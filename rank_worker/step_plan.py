@@ -106,12 +106,18 @@ def decode(words: np.ndarray) -> StepPlan:
     _, opcode, epoch, step, check, num_admits, num_pages, num_rows, num_tokens = words[
         :_HEADER_WORDS
     ].tolist()
+    records = num_admits * _ADMIT_WORDS + num_pages * _PAGE_WORDS + num_rows * _ROW_WORDS
+    if min(num_admits, num_pages, num_rows, num_tokens) < 0 or (
+        len(words) != _HEADER_WORDS + records + num_tokens
+    ):
+        raise RankError(
+            f"step plan of {len(words)} words, not {_HEADER_WORDS + records + num_tokens}",
+            step=step, phase="plan",
+        )  # fmt: skip
     at = _HEADER_WORDS
     admits, at = _take(words, at, num_admits, _ADMIT_WORDS)
     pages, at = _take(words, at, num_pages, _PAGE_WORDS)
     rows, at = _take(words, at, num_rows, _ROW_WORDS)
-    if len(words) != at + num_tokens:
-        raise RankError(f"step plan of {len(words)} words, not {at + num_tokens}", step=step)
     return StepPlan(
         opcode=Opcode(opcode),
         epoch=epoch,

@@ -28,6 +28,7 @@ class GoldenCase:
     token_ids: tuple[int, ...]
     margins: np.ndarray  # [len(token_ids)] best minus second logit
     logits: dict[int, np.ndarray]  # absolute position -> [vocab]
+    largest_logit: float  # absolute, over all positions of prompt and answer
 
     def comparable(self) -> int:
         """Leading tokens that an implementation must reproduce."""
@@ -64,6 +65,7 @@ def _read_golden(name: str) -> Golden:
                 tuple(part["ids"].tolist()),
                 part["margins"],
                 dict(zip(positions, part["logits"], strict=True)),
+                float(arrays[f"{length}/largest"]),
             )
     return Golden(meta["weights_sha256"], cases)
 
