@@ -8,17 +8,24 @@ without ray.
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from collections.abc import Sequence
 from importlib.util import find_spec
 from pathlib import Path
 from typing import NoReturn
 
-from deploy import generate_command, inspect_command, plan_command, serve_command
+from deploy import (
+    bench_command,
+    generate_command,
+    inspect_command,
+    plan_command,
+    serve_command,
+)
 from placement.errors import CheckpointError, ClientError, ConfigError, NrankError, PlanError
 
 DONE, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
-COMMANDS = (serve_command, generate_command, plan_command, inspect_command)
+COMMANDS = (serve_command, generate_command, plan_command, inspect_command, bench_command)
 TOP_LEVEL_NAMES = ("placement", "ops", "rank_worker", "cluster")
 
 
@@ -46,7 +53,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         arguments = make_parser().parse_args(argv)
         refuse_shadowed_packages()
-        return int(arguments.run(arguments))
+        code = int(arguments.run(arguments))
+        sys.stdout.flush()
+        return code
+    except BrokenPipeError:  # the reader, a pager or `head`, has seen enough
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return DONE
     except NrankError as error:
         print(f"nrank: {' '.join(str(error).split())}", file=sys.stderr)
         return exit_code(error)
