@@ -112,8 +112,8 @@ class Loader:
             got = os.preadv(fd, [part[done:]], offset + done)
             if got == 0:
                 raise CheckpointError(
-                    f"{file} ends at byte {offset + done}, inside tensor {role}: "
-                    "the file was truncated, download it again"
+                    f"{file} ends at byte {os.fstat(fd).st_size}, but tensor {role} goes to "
+                    f"byte {offset + len(part)}: the file was truncated, download it again"
                 )
             done += got
             self.counter.read_bytes += got
