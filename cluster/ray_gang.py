@@ -121,7 +121,7 @@ class RayRank:
             text = f"{self.name}: {type(cause).__name__}: {cause}"
             raise RankError(text, rank=self._rank) from error
         except RayActorError as error:
-            raise RankDied(f"{self.name} died: {_one_line(error)}", rank=self._rank) from None
+            raise RankDied(f"{self.name} died: {_cause(error)}", rank=self._rank) from None
 
     async def identify(self) -> RankIdentity:
         self.identity = await self._ask(self.actor.identity.remote())
@@ -281,6 +281,13 @@ def _wait_exit(pids: Sequence[int], timeout_s: float) -> None:
 
 def _exists(pid: int) -> bool:
     return pid > 0 and os.path.exists(f"/proc/{pid}")
+
+
+def _cause(error: RayActorError) -> str:
+    """What Ray says about the end of a worker, without its advice on possible reasons."""
+    text = _one_line(error)
+    detail = text.partition("Worker exit type: ")[2].partition(" Some common causes")[0]
+    return detail or text
 
 
 def _one_line(error: BaseException) -> str:

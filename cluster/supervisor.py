@@ -122,7 +122,7 @@ class Supervisor:
             session.outbox.hold(self._held)
             await session.run()
         except NrankError as error:
-            failure = error
+            failure, self.reason = error, str(error)
             if self.ready and time.monotonic() - begun_s > self._policy.steady_s:
                 self._row = 0
             raise
@@ -142,7 +142,6 @@ class Supervisor:
 
     async def _recover(self, error: NrankError) -> bool:
         """Waits for the next start; False when there will be none."""
-        self.reason = str(error)
         self._row += 1
         if isinstance(error, FATAL) or self._row > self._policy.limit:
             self.failed = True

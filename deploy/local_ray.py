@@ -13,6 +13,7 @@ from pathlib import Path
 
 import ray
 from ray import serve
+from ray.exceptions import AuthenticationError
 
 from placement.errors import ConfigError, RankError
 
@@ -42,6 +43,7 @@ def start(address: str, resources: dict[str, float]) -> str:
     """
     os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no report leaves this machine unasked
     quiet = logging.ERROR
+    logging.getLogger("ray.serve").setLevel(quiet)  # what matters, the coordinator tells
     try:
         if address:
             context = ray.init(address=address, logging_level=quiet)
@@ -54,8 +56,10 @@ def start(address: str, resources: dict[str, float]) -> str:
                 object_store_memory=OBJECT_STORE_BYTES,
                 logging_level=quiet,
             )
+    except AuthenticationError as error:
+        raise ConfigError(one_line(error)) from error
     except (ConnectionError, ValueError, RuntimeError) as error:
-        text = " ".join(str(error).split())
+        text = one_line(error)
         if address:
             raise ConfigError(
                 f"no Ray answers at {address}: {text}; check --ray-address"
@@ -71,11 +75,15 @@ def stop(shut_serve_down: bool, app_name: str) -> None:
         return
     try:
         if shut_serve_down:
-            serve.shutdown()
+            serve.shutdown()  # type: ignore[no-untyped-call]
         else:
             serve.delete(app_name)
     finally:
-        ray.shutdown()  # type: ignore[no-untyped-call]
+        ray.shutdown()
+
+
+def one_line(error: BaseException) -> str:
+    return " ".join(str(error).split())
 
 
 def token_place() -> str:
