@@ -67,8 +67,9 @@ def run(arguments: argparse.Namespace) -> int:
     origin = Origin.here()
     model_dir = model_path(arguments.model)
     workloads = load_workloads(model_dir, QUICK if arguments.quick else FULL)
+    configs = plan_engines(model_dir, arguments.ranks)
     with ExitStack() as stack:
-        systems = list(start_systems(stack, model_dir, arguments.ranks, arguments.peer))
+        systems = list(start_systems(stack, configs, arguments.peer))
         rows = measure(systems, workloads, arguments.repeats)
     settings = Settings(model_dir, DTYPE, THREADS_PER_RANK, arguments.repeats)
     print_table(origin, settings, rows, PEERS[0])
@@ -88,19 +89,28 @@ def load_workloads(model_dir: str, sizes: Sizes) -> list[Workload]:
     return make_workloads(limits.vocab, limits.end_token_ids, sizes)
 
 
-def start_systems(
-    stack: ExitStack, model_dir: str, ranks: Sequence[int], peer: str
-) -> Iterator[System]:
-    """The peer, then an engine a rank count, all left running until `stack` closes."""
+def plan_engines(model_dir: str, ranks: Sequence[int]) -> list[EngineConfig]:
+    """One config a rank count, all planned before any starts; an error when one can't run."""
+    from placement.models.registry import load_model_spec
+    from placement.plan import make_plan, require_fits
+
+    spec, headers = load_model_spec(model_dir)
+    configs = [EngineConfig(model_dir, ranks=count, dtype=DTYPE) for count in ranks]
+    for config in configs:
+        require_fits(make_plan(config, spec, headers))
+    return configs
+
+
+def start_systems(stack: ExitStack, configs: Sequence[EngineConfig], peer: str) -> Iterator[System]:
+    """The peer, then an engine a config, all left running until `stack` closes."""
     if peer != "none":
         from deploy.bench_peer import TransformersPeer
 
-        yield TransformersPeer(model_dir)
+        yield TransformersPeer(configs[0].model_dir)
     from rank_worker.launch import launch_engine
 
-    for count in ranks:
-        config = EngineConfig(model_dir, ranks=count, dtype=DTYPE)
-        yield EngineSystem(stack.enter_context(launch_engine(config)), count)
+    for config in configs:
+        yield EngineSystem(stack.enter_context(launch_engine(config)), config.ranks)
 
 
 @dataclass(frozen=True)

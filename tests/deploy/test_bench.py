@@ -214,6 +214,9 @@ def test_models_that_can_not_be_measured_are_refused_in_one_line(
 ) -> None:
     code, _, err = bench("--model", str(tmp_path / "none"))
     assert (code, err.count("\n")) == (2, 1)
+    code, _, err = bench("--ranks", "1,15")
+    assert (code, err.count("\n")) == (2, 1)
+    assert "14 experts" in err
     short = tmp_path / "short"
     shutil.copytree(embedded_model_dir, short)
     config = json.loads((short / "config.json").read_text())
