@@ -1,0 +1,362 @@
+"""Every CPU variant gives the reference's results, also in the arguments that it changes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from ops.cpu.variants import VARIANTS
+from ops.registry import REFERENCES, OpSet
+from ops.spec import Capability, Implementation
+
+EPS = 1e-6
+BATCHES = (1, 2, 5, 40)
+SPREAD = 5e-6  # of the largest value of a result: sums in another order
+Arguments = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Geometry:
+    """What one rank of a model computes with."""
+
+    hidden: int
+    streams: int
+    low_rank: int
+    kv_groups: tuple[int, ...]  # query heads of this rank by K/V head
+    head_dim: int
+    key_head: tuple[int, ...]  # key head of each value head
+    key_dim: int
+    value_dim: int
+    experts: int
+    owned: tuple[int, ...]
+    inner: int
+    top_k: int
+    conv_kernel: int = 4
+
+
+GEOMETRIES = {
+    "embedded": Geometry(
+        192,
+        4,
+        24,
+        (6, 6),
+        32,
+        tuple(i // 3 for i in range(12)),
+        32,
+        32,
+        14,
+        tuple(range(14)),
+        64,
+        4,
+    ),
+    "uneven": Geometry(
+        36, 3, 5, (1, 3), 20, (0, 1, 1, 1, 2), 12, 24, 13, (1, 4, 5, 12), 20, 3, conv_kernel=3
+    ),
+    # One rank of six of the 169 GiB model; two of its experts stand for 85.
+    "production": Geometry(
+        2560, 4, 320, (4,), 256, tuple(i // 3 for i in range(8)), 128, 128, 512, (3, 200), 640, 10
+    ),
+}
+
+
+def spread_slots(batch: int) -> Tensor:
+    return torch.randperm(batch + 3)[:batch]
+
+
+def rms_norm(g: Geometry, batch: int) -> Iterable[Arguments]:
+    for shape in ((batch, len(g.kv_groups), g.head_dim), (batch, 0, g.head_dim), (batch, g.hidden)):
+        yield {"x": torch.randn(shape) * 3, "scale": torch.rand(shape[-1]) + 0.5, "eps": EPS}
+    yield {"x": torch.zeros(batch, 4), "scale": torch.ones(4), "eps": EPS}
+
+
+def gated_rms_norm(g: Geometry, batch: int) -> Iterable[Arguments]:
+    shape = (batch, len(g.key_head), g.value_dim)
+    for activation in ("sigmoid", "silu"):
+        yield {
+            "x": torch.randn(shape) * 2, "weight": torch.rand(g.value_dim) + 0.5,
+            "gate": torch.randn(shape), "eps": EPS, "activation": activation,
+        }  # fmt: skip
+
+
+def grouped_rms_norm(g: Geometry, batch: int) -> Iterable[Arguments]:
+    shape = (batch, g.streams, g.hidden)
+    yield {"x": torch.randn(shape), "scale": torch.rand(shape[1:]) + 0.5, "eps": EPS}
+
+
+def hyper_mix(g: Geometry, batch: int) -> Iterable[Arguments]:
+    wide = g.streams * g.hidden
+    for rows in (g.low_rank, g.low_rank + g.streams):
+        yield {
+            "streams": torch.randn(batch, g.streams, g.hidden),
+            "scale": torch.rand(g.streams, g.hidden) + 0.5,
+            "down_inject": torch.randn(rows, wide) * wide**-0.5,
+            "up": torch.randn(wide, g.low_rank), "eps": EPS, "rank": g.low_rank,
+        }  # fmt: skip
+
+
+def hyper_inject_(g: Geometry, batch: int) -> Iterable[Arguments]:
+    yield {
+        "streams": torch.randn(batch, g.streams, g.hidden),
+        "inject": torch.rand(batch, g.streams) * 2, "y": torch.randn(batch, g.hidden),
+    }  # fmt: skip
+
+
+def delta_gates(g: Geometry, batch: int) -> Iterable[Arguments]:
+    heads = len(g.key_head)
+    yield {
+        "a": torch.randn(batch, heads) * 4, "b": torch.randn(batch, heads) * 4,
+        "a_log": torch.randn(heads), "dt_bias": torch.randn(heads),
+    }  # fmt: skip
+
+
+def causal_conv_step(g: Geometry, batch: int) -> Iterable[Arguments]:
+    channels = 2 * (max(g.key_head) + 1) * g.key_dim + len(g.key_head) * g.value_dim
+    for dilation in (1, 3):
+        window = (g.conv_kernel - 1) * dilation
+        yield {
+            "x": torch.randn(batch, channels), "weight": torch.randn(channels, g.conv_kernel),
+            "windows": torch.randn(batch + 3, window, channels), "slots": spread_slots(batch),
+            "dilation": dilation,
+        }  # fmt: skip
+
+
+def causal_conv_chunk(g: Geometry, batch: int) -> Iterable[Arguments]:
+    for dilation in (1, 3):
+        window = (g.conv_kernel - 1) * dilation
+        yield {
+            "x": torch.randn(batch, g.hidden), "weight": torch.randn(g.hidden, g.conv_kernel),
+            "window": torch.randn(window, g.hidden), "dilation": dilation,
+        }  # fmt: skip
+
+
+def delta_inputs(g: Geometry, batch: int) -> Arguments:
+    keys, heads = max(g.key_head) + 1, len(g.key_head)
+    return {
+        "q": torch.randn(batch, keys, g.key_dim), "k": torch.randn(batch, keys, g.key_dim),
+        "v": torch.randn(batch, heads, g.value_dim), "g": -torch.rand(batch, heads) * 3,
+        "beta": torch.rand(batch, heads), "key_head": torch.tensor(g.key_head),
+    }  # fmt: skip
+
+
+def gated_delta_step(g: Geometry, batch: int) -> Iterable[Arguments]:
+    states = torch.randn(batch + 3, len(g.key_head), g.key_dim, g.value_dim) * 0.3
+    yield {**delta_inputs(g, batch), "states": states, "slots": spread_slots(batch)}
+
+
+def gated_delta_chunk(g: Geometry, batch: int) -> Iterable[Arguments]:
+    state = torch.randn(len(g.key_head), g.key_dim, g.value_dim) * 0.3
+    yield {**delta_inputs(g, batch), "state": state}
+    yield {**delta_inputs(g, 63 + batch), "state": state}
+
+
+def route(g: Geometry, batch: int) -> Iterable[Arguments]:
+    flat = torch.zeros(batch, g.experts)
+    flat[:, 1::2] = 1.5
+    for logits in (torch.randn(batch, g.experts) * 2, flat):
+        for normalise in (True, False):
+            yield {"logits": logits, "top_k": g.top_k, "normalise": normalise}
+
+
+def moe_experts(g: Geometry, batch: int) -> Iterable[Arguments]:
+    """Routes to owned and to peers' experts, to peers' only, all to one, and a rank without any."""
+    spread = torch.rand(batch, g.experts).argsort(dim=1)[:, : g.top_k].contiguous()
+    gate_up = torch.randn(len(g.owned), 2 * g.inner, g.hidden) * g.hidden**-0.5
+    down = torch.randn(len(g.owned), g.hidden, g.inner) * g.inner**-0.5
+    spread[0, 0] = g.owned[-1] if g.owned[-1] not in spread[0] else spread[0, 0]
+    peers = torch.tensor([e for e in range(g.experts) if e not in g.owned], dtype=torch.int64)
+    cases = [(spread, g.owned), (spread, g.owned[:1]), (spread, ())]
+    if len(peers) >= g.top_k:
+        cases.append((peers[: g.top_k].repeat(batch, 1), g.owned))
+        one = torch.cat((torch.tensor([g.owned[0]]), peers[: g.top_k - 1]))
+        cases.append((one.repeat(batch, 1), g.owned))
+    for ids, owned in cases:
+        local_of = torch.full((g.experts,), -1)
+        local_of[list(owned)] = torch.arange(len(owned))
+        weights = torch.rand(batch, g.top_k) + 0.05
+        yield {
+            "x": torch.randn(batch, g.hidden), "weights": weights, "ids": ids,
+            "gate_up": gate_up[: len(owned)], "down": down[: len(owned)],
+            "local_of": local_of,
+        }  # fmt: skip
+
+
+def attention(
+    g: Geometry, batch: int, queries: int, page: int, blocks: int, groups: tuple[int, ...]
+) -> Arguments:
+    """Contexts of any length on shuffled pages; all that a query may not see is NaN."""
+    block_tokens, table_pages = 4, 5
+    last = torch.randint(queries - 1, table_pages * page, (batch, 1))
+    positions = last - torch.arange(queries - 1, -1, -1)
+    pages = batch * table_pages + 2
+    shape = (pages, page, len(groups), g.head_dim)
+    pools = [torch.full(shape, float("nan")) for _ in range(2)]
+    table = torch.randperm(pages)[: batch * table_pages].view(batch, table_pages)
+    for row in range(batch):
+        for token in range(int(last[row]) + 1):
+            for pool in pools:
+                pool[table[row, token // page], token % page] = torch.randn(shape[2:])
+    block_ids = None
+    if blocks:
+        complete = (positions + 1) // block_tokens
+        scores = torch.rand(batch, queries, table_pages * page // block_tokens)
+        allowed = torch.arange(scores.shape[-1]) < complete[..., None]
+        best = scores.masked_fill(~allowed, -1).topk(blocks)
+        block_ids = best.indices.masked_fill(best.values < 0, -1)
+    return {
+        "query": torch.randn(batch, queries, sum(groups), g.head_dim),
+        "k_pool": pools[0], "v_pool": pools[1], "page_table": table, "positions": positions,
+        "block_ids": block_ids, "block_tokens": block_tokens, "kv_groups": groups,
+        "scale": g.head_dim**-0.5,
+    }  # fmt: skip
+
+
+def paged_attention(g: Geometry, batch: int) -> Iterable[Arguments]:
+    page = 8
+    for blocks in (0, 3):
+        for queries in (1, 6):
+            yield attention(g, batch, queries, page, blocks, g.kv_groups)
+        yield attention(g, batch, 1, page, blocks, ())
+    yield attention(g, batch, 1, 4, 0, g.kv_groups[:1])
+
+
+def write_kv_(g: Geometry, batch: int) -> Iterable[Arguments]:
+    shape = (batch, len(g.kv_groups), g.head_dim)
+    pools = [torch.zeros(batch + 1, 4, *shape[1:]) for _ in range(2)]
+    yield {
+        "k_pool": pools[0], "v_pool": pools[1], "slots": torch.randperm(4 * batch)[:batch],
+        "k": torch.randn(shape), "v": torch.randn(shape),
+    }  # fmt: skip
+
+
+def nonfinite_rows(g: Geometry, batch: int) -> Iterable[Arguments]:
+    clean = torch.randn(batch, 500) * 50
+    yield {"logits": clean}
+    yield {"logits": clean[:, :0]}
+    for values in ((float("nan"),), (float("inf"),), (float("-inf"), float("inf")), (-1e30, 1e30)):
+        spoilt = clean.clone()
+        spoilt[batch // 2, 100 : 100 + len(values)] = torch.tensor(values)
+        yield {"logits": spoilt}
+
+
+Cases = Callable[[Geometry, int], Iterable[Arguments]]
+CASES: dict[str, Cases] = {
+    f.__name__: f
+    for f in (
+        rms_norm, gated_rms_norm, grouped_rms_norm, hyper_mix, hyper_inject_, delta_gates,
+        causal_conv_step, causal_conv_chunk, gated_delta_step, gated_delta_chunk, route,
+        moe_experts, paged_attention, write_kv_, nonfinite_rows,
+    )
+}  # fmt: skip
+
+
+def copied(arguments: Arguments) -> Arguments:
+    return {k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
+def compare(what: str, got: Any, expected: Any) -> None:
+    """Integers and bools exactly, floats within SPREAD of the largest one."""
+    if isinstance(expected, tuple):
+        assert len(got) == len(expected), what
+        for index, (one, other) in enumerate(zip(got, expected, strict=True)):
+            compare(f"{what}[{index}]", one, other)
+    elif not isinstance(expected, Tensor):
+        assert got == expected, what
+    else:
+        assert (got.dtype, got.shape) == (expected.dtype, expected.shape), what
+        if not expected.is_floating_point():
+            assert torch.equal(got, expected), what
+        elif expected.numel():
+            largest = float(expected.nan_to_num(0).abs().max())
+            torch.testing.assert_close(
+                got, expected, rtol=0, atol=SPREAD * largest, equal_nan=True, msg=lambda m: what + m
+            )
+
+
+def check(variant: Implementation, arguments: Arguments) -> None:
+    mine, theirs = copied(arguments), copied(arguments)
+    got = variant.function(**mine)
+    expected = REFERENCES[variant.op].function(**theirs)
+    compare(f"{variant.name}: ", got, expected)
+    for name, value in theirs.items():
+        compare(f"{variant.name}, argument {name} afterwards: ", mine[name], value)
+
+
+def test_every_variant_is_taken_in_float32_and_none_in_bfloat16() -> None:
+    ops = {v.op for v in VARIANTS}
+    taken = {i.op for i in OpSet(Capability("cpu")).op_info() if i.backend == "cpu"}
+    assert taken == ops
+    half = OpSet(Capability("cpu", dtype=torch.bfloat16)).op_info()
+    assert not [i.op for i in half if i.backend == "cpu"]
+
+
+def test_every_variant_has_cases_here() -> None:
+    assert {v.op for v in VARIANTS} <= set(CASES)
+
+
+@pytest.mark.parametrize(
+    ("geometry", "batch"),
+    [(name, n) for name in GEOMETRIES for n in BATCHES if name != "production" or n in (1, 5)],
+)
+@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.op)
+def test_variant_equals_reference(variant: Implementation, geometry: str, batch: int) -> None:
+    arguments = list(CASES[variant.op](GEOMETRIES[geometry], batch))
+    assert arguments
+    for case in arguments:
+        check(variant, case)
+
+
+@pytest.mark.parametrize(
+    "variant", [v for v in VARIANTS if v.op == "moe_experts"], ids=lambda v: v.op
+)
+@pytest.mark.parametrize("tokens", [1, 3, 40])
+def test_peers_routes_add_exact_zeros_whatever_the_input_holds(
+    variant: Implementation, tokens: int
+) -> None:
+    """Parts of three ranks add up to the whole; a rank with peers' routes only gives zeros."""
+    (whole, *_) = moe_experts(GEOMETRIES["embedded"], tokens)
+    parts = []
+    for owned in (range(5), range(5, 10), range(10, 14)):
+        local_of = torch.full((14,), -1)
+        local_of[list(owned)] = torch.arange(len(owned))
+        mine = {**whole, "local_of": local_of}
+        mine["gate_up"] = whole["gate_up"][list(owned)]
+        mine["down"] = whole["down"][list(owned)]
+        parts.append(variant.function(**mine))
+    compare("sum of the ranks", sum(parts), REFERENCES["moe_experts"].function(**whole))
+    none = torch.full((14,), -1)
+    none[0] = 0
+    ids = torch.arange(1, 5).repeat(tokens, 1)
+    weights = torch.full((tokens, 4), float("inf"))
+    peers = {**whole, "ids": ids, "local_of": none, "weights": weights}
+    peers["gate_up"], peers["down"] = whole["gate_up"][:1], whole["down"][:1]
+    assert torch.equal(variant.function(**peers), torch.zeros(tokens, 192))
+
+
+@pytest.mark.parametrize("op", ["paged_attention"])
+def test_rows_of_one_batch_do_not_depend_on_each_other(op: str) -> None:
+    """One row alone takes another path than the same row in a batch."""
+    (function,) = [v.function for v in VARIANTS if v.op == op]
+    arguments = attention(GEOMETRIES["embedded"], 5, 1, 8, 0, (6, 6))
+    together = function(**arguments)
+    for row in range(5):
+        alone = dict(arguments)
+        for name in ("query", "page_table", "positions"):
+            alone[name] = arguments[name][row : row + 1]
+        compare(f"row {row}", function(**alone), together[row : row + 1])
+
+
+@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.op == "route"], ids=lambda v: v.op)
+def test_routes_of_a_nan_row_stay_in_range_and_distinct(variant: Implementation) -> None:
+    logits = torch.randn(3, 14)
+    logits[1, 4] = float("nan")
+    _, ids = variant.function(logits, 4, True)
+    assert ids.min() >= 0
+    assert ids.max() < 14
+    assert all(len(set(row)) == 4 for row in ids.tolist())
+    _, clean = REFERENCES["route"].function(logits[::2], 4, True)
+    assert torch.equal(ids[::2], clean)
