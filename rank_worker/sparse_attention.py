@@ -99,7 +99,7 @@ class SparseAttentionMixer:
             parts.append(
                 self._select_and_attend(
                     q[:n].unsqueeze(1), index_q[:n].unsqueeze(1), batch.positions[:n, None],
-                    batch.decode_tables, max(batch.decode_starts) + 1,
+                    batch.decode_tables, max(batch.decode_starts) + 1, batch,
                 ).squeeze(1)
             )  # fmt: skip
         for row in batch.prefill:
@@ -107,20 +107,22 @@ class SparseAttentionMixer:
             parts.append(
                 self._select_and_attend(
                     q[s].unsqueeze(0), index_q[s].unsqueeze(0), batch.positions[None, s],
-                    batch.table_of(row), row.start + row.end - row.begin,
+                    batch.table_of(row), row.start + row.end - row.begin, batch,
                 ).squeeze(0)
             )  # fmt: skip
         return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _select_and_attend(
-        self, q: Tensor, index_q: Tensor, positions: Tensor, table: Tensor, context: int
-    ) -> Tensor:
+        self, q: Tensor, index_q: Tensor, positions: Tensor, table: Tensor, context: int,
+        batch: StepBatch,
+    ) -> Tensor:  # fmt: skip
         """q [B, Q, heads, d]; `context`: tokens that the longest row sees."""
         spec, blocks = self.spec, None
         if context // spec.block_tokens > spec.max_blocks:
             blocks = self.ops.select_blocks(
                 index_q, self.cache.index, table, positions, spec.block_tokens, spec.max_blocks
             )
+            batch.note_decision(blocks)
         return self.ops.paged_attention(
             q, self.cache.k, self.cache.v, table, positions, blocks, spec.block_tokens,
             self.groups, spec.head_dim**-0.5,
