@@ -48,28 +48,37 @@ class Foreground:
         self._config = self._config.model_copy(update={"port": port})
         plan = plan_of(self._config.engine())
         self._check_chips()
+        connection = local_ray.RayConnection(self._config.ray_address, self._resources())
         with SignalFlag() as flag:
             try:
-                return self._serve(plan, flag)
+                return self._serve(plan, connection, flag)
             except Interrupted as interrupted:
-                say(f"{interrupted}: ending")
+                say(f"{interrupted} before it was ready: ending")
                 return INTERRUPTED if interrupted.signum == signal.SIGINT else 0
             finally:
                 flag.shield()
-                local_ray.stop(not self._config.ray_address, APP)
+                connection.close(APP)
 
     def _check_chips(self) -> None:
         chips, ranks = self._config.chips, self._config.ranks
         if 0 < chips < ranks:
             raise ConfigError(f"ranks = {ranks}, but chips = {chips}: each rank needs one chip")
 
-    def _serve(self, plan: Plan, flag: SignalFlag) -> int:
+    def _resources(self) -> dict[str, float]:
+        """What a local Ray is told that it has; chips of its own kinds it finds itself."""
+        if self._resource in ("GPU", "NPU"):
+            return {}
+        return {self._resource: float(self._config.chips or self._config.ranks)}
+
+    def _serve(self, plan: Plan, connection: local_ray.RayConnection, flag: SignalFlag) -> int:
         config = self._config
         say(f"model {config.model_name}: {config.ranks} rank(s) on {config.device}")
         say(f"config {config.config_hash}, plan {plan.plan_id}")
-        dashboard = self._start_ray(flag)
-        handle = self._deploy()
+        say(f"connecting to Ray at {config.ray_address}" if config.ray_address else "starting Ray")
+        dashboard = connection.open()
         flag.take_over()
+        check_resources(self._resource, config.ranks)
+        handle = self._deploy()
         self._wait_ready(handle)
         flag.serving()
         base = f"http://{bracketed(config.host)}:{config.port}"
@@ -79,16 +88,6 @@ class Foreground:
         say(f"draining, up to {config.drain_timeout_s:g} s")
         self._drain(handle)
         return 0
-
-    def _start_ray(self, flag: SignalFlag) -> str:
-        config, resources = self._config, {}
-        if self._resource not in ("GPU", "NPU"):  # Ray finds those itself
-            resources[self._resource] = float(config.chips or config.ranks)
-        say(f"connecting to Ray at {config.ray_address}" if config.ray_address else "starting Ray")
-        dashboard = local_ray.start(config.ray_address, resources)
-        flag.take_over()
-        check_resources(self._resource, config.ranks)
-        return dashboard
 
     def _deploy(self) -> Any:
         config, quiet = self._config, LoggingConfig(log_level="WARNING", enable_access_log=False)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import threading
 from pathlib import Path
+from typing import Any
 
 import ray
 from ray import serve
@@ -18,6 +20,8 @@ from ray.exceptions import AuthenticationError
 from placement.errors import ConfigError, RankError
 
 OBJECT_STORE_BYTES = 256 << 20  # only requests and token batches pass through it
+OPEN_S = 180.0
+TICK_S = 0.2
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 
 
@@ -36,54 +40,82 @@ def check_port(host: str, port: int) -> int:
         return int(probe.getsockname()[1])
 
 
-def start(address: str, resources: dict[str, float]) -> str:
-    """Connects to `address`, or starts a local Ray with `resources`. Returns the dashboard's URL.
+class RayConnection:
+    """The driver's connection: to `address`, or to a Ray started here with `resources`."""
 
-    Raises ConfigError when nothing answers at `address`, RankError when a local start fails.
-    """
-    os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no report leaves this machine unasked
-    quiet = logging.ERROR
-    logging.getLogger("ray.serve").setLevel(quiet)  # what matters, the coordinator tells
-    try:
-        if address:
-            context = ray.init(address=address, logging_level=quiet)
-        else:
-            # "local": never join a Ray of someone else that happens to run here.
-            context = ray.init(
-                address="local",
-                resources=resources,
-                include_dashboard=True,
-                object_store_memory=OBJECT_STORE_BYTES,
-                logging_level=quiet,
-            )
-    except AuthenticationError as error:
-        raise ConfigError(one_line(error)) from error
-    except (ConnectionError, ValueError, RuntimeError) as error:
-        text = one_line(error)
-        if address:
-            raise ConfigError(
-                f"no Ray answers at {address}: {text}; check --ray-address"
-            ) from error
-        raise RankError(f"a local Ray could not be started: {text}") from error
-    url = context.dashboard_url
-    return f"http://{url}" if url else ""
+    def __init__(self, address: str, resources: dict[str, float]) -> None:
+        self._address = address
+        self._resources = resources
+        self._done = threading.Event()
+        self._error: BaseException | None = None
+        self._dashboard = ""
+        # A thread of its own, because ray.init takes SIGTERM over in the main thread, and half a
+        # start can't be undone: a signal waits until it is whole. The thread never ends, because
+        # the kernel kills Ray's processes when the thread that started them ends.
+        self._thread = threading.Thread(target=self._open, name="ray-connection", daemon=True)
 
+    def open(self) -> str:
+        """Returns the dashboard's URL, "" without one.
 
-def stop(shut_serve_down: bool, app_name: str) -> None:
-    """Ends the application, and the Serve and Ray that we started ourselves."""
-    if not ray.is_initialized():
-        return
-    try:
-        if shut_serve_down:
-            serve.shutdown()  # type: ignore[no-untyped-call]
-        else:
-            serve.delete(app_name)
-    finally:
-        ray.shutdown()
+        Raises ConfigError when nothing answers at the address, RankError when a start fails.
+        """
+        self._thread.start()
+        self._wait()
+        if self._error is not None:
+            raise self._failure(self._error)
+        return self._dashboard
 
+    def _wait(self) -> None:
+        for _ in range(int(OPEN_S / TICK_S)):
+            if self._done.wait(TICK_S):
+                return
+        raise RankError(f"Ray did not start within {OPEN_S:g} s; see the logs in /tmp/ray")
 
-def one_line(error: BaseException) -> str:
-    return " ".join(str(error).split())
+    def _open(self) -> None:
+        try:
+            url = self._init().dashboard_url
+            self._dashboard = f"http://{url}" if url else ""
+        except Exception as error:  # raised again in open()
+            self._error = error
+        self._done.set()
+        threading.Event().wait()
+
+    def _init(self) -> Any:
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no report leaves unasked
+        for name in ("ray._private.worker", "ray.serve"):  # what matters, the coordinator tells
+            logging.getLogger(name).setLevel(logging.ERROR)
+        if self._address:
+            return ray.init(address=self._address, logging_level=logging.ERROR)
+        return ray.init(
+            address="local",  # never join a Ray of someone else that happens to run here
+            resources=self._resources,
+            include_dashboard=True,
+            object_store_memory=OBJECT_STORE_BYTES,
+            logging_level=logging.ERROR,
+        )
+
+    def _failure(self, error: BaseException) -> ConfigError | RankError:
+        text = " ".join(str(error).split())
+        if isinstance(error, AuthenticationError):
+            return ConfigError(text)
+        if self._address:
+            return ConfigError(f"no Ray answers at {self._address}: {text}; check --ray-address")
+        return RankError(f"a local Ray could not be started: {text}")
+
+    def close(self, app_name: str) -> None:
+        """Ends the application, and the Serve and Ray that were started here."""
+        if not self._thread.is_alive():
+            return
+        self._wait()
+        if not ray.is_initialized():
+            return
+        try:
+            if self._address:
+                serve.delete(app_name)
+            else:
+                serve.shutdown()  # type: ignore[no-untyped-call]
+        finally:
+            ray.shutdown()
 
 
 def token_place() -> str:

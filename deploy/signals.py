@@ -57,6 +57,7 @@ class SignalFlag:
         return self._came.wait(timeout_s)
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
+        signal.alarm(0)  # Ray's own handler, if it came first, aborts the process after 3 s
         if not self._serving or self._came.is_set():
             raise Interrupted(signum)
         self._came.set()
