@@ -164,10 +164,10 @@ def _layer(
     yield from _site(names, role + "channel_site.", base + "mlp_hyper_connection.")
     if isinstance(layer.mixer, GatedDeltaSpec):
         yield from _gated_delta(names, role + "mixer.", base + "linear_attn.", layer.mixer)
-    else:
+    if isinstance(layer.mixer, SparseAttentionSpec):
         yield from _attention(names, role + "mixer.", base + "self_attn.", layer.mixer)
-    yield from _moe(names, role + "channel.", base + "mlp.", layer.channel)
-    yield from _experts(names, role + "channel.", base + "mlp.", layer.channel, expert_layer)
+    yield from _moe(names, role + "channel.", base + "mlp.", layer.moe)
+    yield from _experts(names, role + "channel.", base + "mlp.", layer.moe, expert_layer)
     if layer.ngram is not None:
         yield from _ngram(names, role + "ngram.", base + "ple.", layer.ngram)
 
