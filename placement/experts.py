@@ -1,15 +1,19 @@
-"""Which rank owns which expert of a layer. Experts are owned whole."""
+"""Which rank holds which expert of a layer. Experts are held whole; a hot one may be on several.
+
+Knows no counts (`placement.balance`) and no bytes.
+"""
 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 
 from placement.errors import ConfigError
 
 SHOWN_IDS = 20
 
 LayerOwnership = tuple[tuple[int, ...], ...]  # [rank] -> sorted expert ids
+LayerHolders = tuple[tuple[int, ...], ...]  # [expert] -> sorted ranks
 
 
 def deal(units: int, ranks: int) -> tuple[tuple[int, int], ...]:
@@ -42,24 +46,42 @@ def check_rank_count(num_experts: int, ranks: int) -> None:
 
 
 def validate_ownership(
-    owned: Sequence[Sequence[int]], num_experts: int, ranks: int, layer: int
+    owned: Sequence[Sequence[int]],
+    num_experts: int,
+    ranks: int,
+    layer: int,
+    replicas: Collection[int] = (),
 ) -> LayerOwnership:
-    """A user's ownership of one layer, sorted. ConfigError with the list of all wrong ids."""
+    """A user's ownership of one layer, sorted. ConfigError with the list of all wrong ids.
+
+    Only the ids in `replicas` may be on several ranks, and none twice on one.
+    """
     if len(owned) != ranks:
         raise ConfigError(f"ownership of layer {layer} names {len(owned)} ranks, there are {ranks}")
     counts = Counter(expert for ids in owned for expert in ids)
+    twice = {e for ids in owned for e, count in Counter(ids).items() if count > 1}
+    twice |= {e for e, count in counts.items() if count > 1 and e not in replicas}
     faults = {
         "out of range": sorted(e for e in counts if not 0 <= e < num_experts),
-        "duplicate": sorted(e for e, count in counts.items() if count > 1),
+        "duplicate": sorted(twice),
         "missing": [e for e in range(num_experts) if e not in counts],
     }
     told = "; ".join(f"{fault} {_listed(ids)}" for fault, ids in faults.items() if ids)
     if told:
         raise ConfigError(
-            f"ownership of layer {layer}: {told}; "
-            f"each expert of 0..{num_experts - 1} needs exactly one rank"
+            f"ownership of layer {layer}: {told}; each expert of 0..{num_experts - 1} needs "
+            "exactly one rank, or several when it is listed as a replica"
         )
     return tuple(tuple(sorted(ids)) for ids in owned)
+
+
+def holders(owned: LayerOwnership, num_experts: int) -> LayerHolders:
+    """For each expert the ranks that hold it, in order."""
+    ranks: list[list[int]] = [[] for _ in range(num_experts)]
+    for rank, ids in enumerate(owned):
+        for expert in ids:
+            ranks[expert].append(rank)
+    return tuple(map(tuple, ranks))
 
 
 def as_ranges(ids: Sequence[int]) -> tuple[tuple[int, int], ...]:
