@@ -6,7 +6,6 @@ end with it however it ends.
 
 from __future__ import annotations
 
-import ctypes
 import multiprocessing
 import os
 import signal
@@ -25,7 +24,6 @@ from rank_worker.rank import Rank
 
 POLL_S = 0.2
 STOP_TIMEOUT_S = 10.0
-_PR_SET_PDEATHSIG = 1
 
 
 @dataclass(frozen=True)
@@ -77,10 +75,7 @@ class _Child:
 def _child_main(
     config: EngineConfig, rank: int, world_size: int, port: int, pipe: Connection
 ) -> None:
-    # The fork server ends when the launching process does, and takes the ranks with it.
-    ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if os.getppid() == 1:  # it ended before the line above
-        os._exit(1)
+    _end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
     worker = Rank(config, rank, world_size)
     try:
@@ -94,6 +89,22 @@ def _child_main(
         os._exit(1)
     finally:
         worker.close()
+
+
+def _end_with_launcher() -> None:
+    """Ends this rank when the launching process is gone, also while it waits in a collective.
+
+    Not by a parent-death signal: the parent is the fork server, which outlives the launcher for
+    as long as a rank lives.
+    """
+    launcher = multiprocessing.parent_process()
+    assert launcher is not None
+
+    def watch() -> None:
+        launcher.join()
+        os._exit(1)
+
+    threading.Thread(target=watch, name="launcher-watch", daemon=True).start()
 
 
 class Engine:
