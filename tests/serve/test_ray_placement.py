@@ -1,0 +1,78 @@
+"""Placing actors on emulated chips: physical ids, numbering by card, refusals, nothing left."""
+
+from __future__ import annotations
+
+import asyncio
+import os
+
+import pytest
+
+from placement.config import EngineConfig
+from placement.errors import ConfigError, RankError
+from placement.topology import find_profile
+
+pytestmark = pytest.mark.ray
+
+
+@pytest.fixture
+def launcher(cluster, server):
+    """Makes launchers next to the running server, which holds chips of its own."""
+    from cluster.ray_gang import RayLauncher
+
+    def make(ranks, resource="NPU", **changes):
+        config = EngineConfig("unused", ranks=ranks, **changes)
+        return RayLauncher(config, resource, find_profile("cpu"))
+
+    return make
+
+
+def test_ranks_get_chips_of_their_own_and_pairs_share_a_card(launcher):
+    async def body():
+        gang = launcher(4)
+        try:
+            ranks = await gang.place()
+            chips = [rank.identity.physical_chip for rank in ranks]
+            assert len(set(chips)) == 4
+            assert len({rank.identity.pid for rank in ranks}) == 4
+            cards = [chip // 2 for chip in chips]
+            assert cards[0] == cards[1]
+            assert cards[2] == cards[3]
+            return [rank.identity.pid for rank in ranks]
+        finally:
+            await gang.kill()
+
+    pids = asyncio.run(body())
+    assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
+
+
+def test_killed_ranks_give_their_chips_back(launcher):
+    async def body():
+        for _ in range(2):
+            gang = launcher(4, start_timeout_s=60.0)
+            await gang.place()
+            await gang.kill()
+            await gang.kill()  # a second time is allowed
+
+    asyncio.run(body())
+
+
+def test_more_ranks_than_chips_are_refused_with_both_numbers(launcher):
+    with pytest.raises(ConfigError, match=r"7 ranks need 7 x NPU .* has 6"):
+        asyncio.run(launcher(7).place())
+
+
+def test_a_resource_that_no_node_has_is_refused(launcher):
+    with pytest.raises(ConfigError, match=r"2 x abacus on one node, but .* has 0"):
+        asyncio.run(launcher(2, resource="abacus").place())
+
+
+def test_chips_that_others_hold_are_told_after_the_deadline(launcher):
+    async def body():
+        gang = launcher(5, start_timeout_s=1.0)
+        try:
+            with pytest.raises(RankError, match=r"5 x NPU .*start_timeout_s=1 \(4 are free"):
+                await gang.place()
+        finally:
+            await gang.kill()
+
+    asyncio.run(body())

@@ -1,0 +1,79 @@
+"""The embedded model over Ray Serve: answers, parallel streams, disconnects, a full queue."""
+
+from __future__ import annotations
+
+import pytest
+
+from deploy import smoke_job
+
+pytestmark = pytest.mark.ray
+
+PROMPTS = ("The river", "A small engine", "Once upon a time", "Copper and tin")
+
+
+def test_the_smoke_job_passes(healthy, capsys):
+    assert smoke_job.main(["--base-url", healthy.base_url]) == 0
+    assert '"completion_tokens": 8' in capsys.readouterr().out
+
+
+def test_the_smoke_job_fails_where_nothing_answers(unused_port, capsys):
+    assert smoke_job.main(["--base-url", f"http://127.0.0.1:{unused_port}"]) == 1
+    assert f"127.0.0.1:{unused_port}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def unused_port():
+    from deploy.local_ray import check_port
+
+    return check_port("127.0.0.1", 0)
+
+
+def test_status_tells_two_ranks_on_two_chips(healthy):
+    status = healthy.status()
+    assert status["state"] == "serving"
+    assert [rank["rank"] for rank in status["ranks"]] == [0, 1]
+    chips = [rank["physical_chip"] for rank in status["ranks"]]
+    assert len(set(chips)) == 2
+    assert chips[0] // 2 == chips[1] // 2
+    assert status["plan_id"]
+    assert status["config_hash"]
+
+
+def test_parallel_streams_equal_what_each_prompt_gives_alone(healthy):
+    alone = [healthy.complete(prompt, 24) for prompt in PROMPTS]
+    streams = [healthy.stream(prompt, 24) for prompt in PROMPTS]
+    for stream, text in zip(streams, alone, strict=True):
+        assert stream.join().ended_well
+        assert stream.text == text
+
+
+def test_a_disconnected_client_leaves_no_trace(healthy):
+    for _ in range(3):
+        healthy.stream(PROMPTS[0], 4000).wait_events(2).leave()
+    healthy.until("free slots", lambda: slots(healthy) == (0, 0, 0))
+    assert healthy.complete(PROMPTS[1], 8)
+    healthy.until("free slots", lambda: slots(healthy) == (0, 0, 0))
+    text = healthy.get("/metrics").text
+    assert 'nrank_requests_aborted_total{model_name="tiny-flash-next",reason="cancelled"}' in text
+
+
+def slots(server):
+    leader = server.status()["snapshots"][0]
+    return leader["running"], leader["slots_used"], leader["pages_used"]
+
+
+def test_a_full_queue_is_429_and_the_server_stays_ready(healthy):
+    streams = [healthy.stream(PROMPTS[0], 200) for _ in range(5)]  # 3 run, 2 wait
+    healthy.until("five admitted", lambda: admitted(healthy) == 5)
+    refused = healthy.http.post("/v1/completions", json=healthy.body(PROMPTS[1], 4))
+    assert refused.status_code == 429
+    assert refused.headers["retry-after"]
+    assert refused.json()["error"]["code"] == "queue_full"
+    assert healthy.get("/ready").status_code == 200
+    assert all(stream.join().ended_well for stream in streams)
+    assert admitted(healthy) == 0
+
+
+def admitted(server):
+    status = server.status()
+    return status["running"] + status["waiting"]

@@ -1,0 +1,140 @@
+"""`nrank serve` as a process: ready line, drain on SIGTERM, a taken port, nothing left behind."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import pytest
+
+pytestmark = pytest.mark.ray
+
+ROOT = Path(__file__).parents[2]
+COMMAND = [sys.executable, "-m", "deploy.cli", "serve"]
+
+
+class Front:
+    """A running `nrank serve` and what it printed."""
+
+    def __init__(self, *flags: str) -> None:
+        self.process = subprocess.Popen(
+            [*COMMAND, *flags],
+            cwd=ROOT,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            env={**os.environ, "OMP_NUM_THREADS": "1"},
+        )
+        self.lines: list[str] = []
+
+    def read_to(self, part: str) -> str:
+        """The first line with `part`; all lines up to it are kept."""
+        assert self.process.stdout is not None
+        for line in self.process.stdout:
+            self.lines.append(line.rstrip())
+            if part in line:
+                return self.lines[-1]
+        raise AssertionError(f"ended without {part!r}: {self.lines}")
+
+    def finish(self) -> int:
+        assert self.process.stdout is not None
+        self.lines += [line.rstrip() for line in self.process.stdout]
+        return self.process.wait(60)
+
+
+def session_processes(token: Path, names: tuple[bytes, ...]) -> list[str]:
+    """Live processes of this test's own Ray whose title starts with one of `names`."""
+    found = []
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            title = Path(f"/proc/{pid}/cmdline").read_bytes()[:120]
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+        except OSError:
+            continue
+        if title.startswith(names) and str(token).encode() in environment:
+            found.append(f"{pid} {title!r}")
+    return found
+
+
+@pytest.fixture
+def own_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A token file of this test alone: it also marks the processes of its Ray."""
+    path = tmp_path / "own-token"
+    path.write_text("7" * 64)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    return path
+
+
+@pytest.fixture
+def front(own_token: Path) -> Iterator[Callable[..., Front]]:
+    started: list[Front] = []
+
+    def start(*flags: str) -> Front:
+        started.append(Front(*flags))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.wait(30)
+
+
+def test_it_serves_drains_on_sigterm_and_leaves_no_process(front, own_token, open_stream):
+    one = front("--port", "0")
+    base_url = one.read_to("ready: ").partition("ready: ")[2].removesuffix("/v1")
+    assert any(str(own_token) in line for line in one.lines), "the token file is named"
+    assert any("dashboard http://" in line for line in one.lines)
+    stream = open_stream(base_url, 100).wait_events(2)
+    one.process.send_signal(signal.SIGTERM)
+    stream.join()
+    assert stream.ended_well
+    assert len(stream.events) > 2
+    assert one.finish() == 0
+    assert "nrank: drained" in one.lines
+    ours = (b"ray::RankWorker", b"ray::ServeReplica", b"ray::ServeController", b"ray::ProxyActor")
+    assert session_processes(own_token, ours) == []
+
+
+def test_sigint_before_it_is_ready_ends_with_130(front, own_token):
+    one = front("--port", "0")
+    one.read_to("starting Ray")
+    one.process.send_signal(signal.SIGINT)
+    assert one.finish() == 130
+    assert session_processes(own_token, (b"ray::",)) == []
+
+
+def test_a_taken_port_is_named_and_nothing_is_started(front, own_token):
+    with socket.socket() as taken:
+        taken.bind(("127.0.0.1", 0))
+        taken.listen()
+        port = taken.getsockname()[1]
+        one = front("--port", str(port))
+        assert one.finish() == 2
+    assert len(one.lines) == 1
+    assert f"port {port} on 127.0.0.1 can't be used" in one.lines[0]
+    assert session_processes(own_token, (b"ray::",)) == []
+
+
+@pytest.mark.slow
+def test_the_smoke_job_runs_under_ray_job_submit(front, own_token):
+    one = front("--port", "0")
+    base_url = one.read_to("ready: ").partition("ready: ")[2]
+    dashboard = next(line for line in one.lines if "dashboard http://" in line)
+    address = dashboard.partition("dashboard ")[2].partition(",")[0]
+    ray = Path(sys.executable).with_name("ray")
+    command = [
+        *(str(ray), "job", "submit", "--address", address, "--working-dir", str(ROOT), "--"),
+        *(sys.executable, "-m", "deploy.smoke_job", "--base-url", base_url),
+    ]
+    environment = {**os.environ, "RAY_AUTH_MODE": "token"}
+    done = subprocess.run(
+        command, capture_output=True, text=True, timeout=240, env=environment, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert '"completion_tokens": 8' in done.stdout
