@@ -31,7 +31,7 @@ ASK_S = 15.0
 POLL_S = 0.5
 WATCH_S = 2.0
 HTTP_S = 30.0
-INTERRUPTED = 130
+FAILED, INTERRUPTED = 1, 130
 
 
 class Foreground:
@@ -43,7 +43,10 @@ class Foreground:
         self._told = ""
 
     def run(self) -> int:
-        """0 after a clean end, 130 for SIGINT before it was ready. Raises NrankError."""
+        """0 after a clean end, 130 for SIGINT before it was ready. Raises NrankError.
+
+        A second signal ends a drain at once: 130 for SIGINT, else 1.
+        """
         port = local_ray.check_port(self._config.host, self._config.port)
         self._config = self._config.model_copy(update={"port": port})
         plan = plan_of(self._config.engine())
@@ -53,11 +56,18 @@ class Foreground:
             try:
                 return self._serve(plan, connection, flag)
             except Interrupted as interrupted:
-                say(f"{interrupted} before it was ready: ending")
-                return INTERRUPTED if interrupted.signum == signal.SIGINT else 0
+                return self._interrupted(interrupted, flag)
             finally:
                 flag.shield()
                 connection.close(APP)
+
+    def _interrupted(self, interrupted: Interrupted, flag: SignalFlag) -> int:
+        """Nothing to drain before it was ready; a second signal ends a drain."""
+        when = "again: ending without waiting" if flag.is_serving else "before it was ready: ending"
+        say(f"{interrupted} {when}")
+        if interrupted.signum == signal.SIGINT:
+            return INTERRUPTED
+        return FAILED if flag.is_serving else 0
 
     def _check_chips(self) -> None:
         chips, ranks = self._config.chips, self._config.ranks

@@ -43,6 +43,10 @@ class SignalFlag:
         for signum in SIGNALS:
             signal.signal(signum, self._handle)
 
+    @property
+    def is_serving(self) -> bool:
+        return self._serving
+
     def serving(self) -> None:
         """From now on the first signal only sets the flag."""
         self._serving = True

@@ -82,7 +82,9 @@ def test_a_rank_that_can_not_load_is_a_fatal_failure(drive, tmp_path, embedded_m
         caplog.set_level(logging.CRITICAL)
         coordinator.start()
         async with asyncio.timeout(60):
-            while coordinator.fatal is None:
+            while True:
+                if coordinator.fatal is not None:
+                    break
                 await asyncio.sleep(0.01)
         assert "nothing" in str(coordinator.fatal)
         await coordinator.close()
