@@ -12,6 +12,7 @@ from typing import Any
 
 from placement.errors import CheckpointError
 from placement.headers import CheckpointHeaders
+from placement.models.assembly import checkpoint_dtype, end_tokens, text_section
 from placement.models.config_reader import ConfigReader, bad_key
 from placement.models.qwen4_exp_tensors import disk_tensors
 from placement.ngram_hash import head_offsets, head_vocab_sizes, layer_multipliers
@@ -29,8 +30,6 @@ from placement.spec import (
 FAMILY = "qwen4_exp"
 MODEL_TYPES = ("qwen4_exp", "qwen4_exp_text")
 DEFAULT_SEED = 1234  # of the n-gram hash, also when the key is null
-DEFAULT_DTYPE = "bfloat16"
-DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 RECURRENT, ATTENTION = "linear_attention", ("full_attention", "indexed_attention")
 
 
@@ -45,17 +44,14 @@ def build_spec(
     Raises CheckpointError for a config value that isn't supported and for tensors on disk that
     don't agree with the config.
     """
-    text = ConfigReader(config).section("text_config") if "text_config" in config else None
-    cfg = text or ConfigReader(config)
+    cfg, _ = text_section(config)
     _refuse_unsupported(cfg)
     layers = _layers(cfg)
     drafts = _draft_layers(cfg, headers)
     vocab, hidden = cfg.whole("vocab_size"), cfg.whole("hidden_size")
     residual = _residual(cfg)
     tied = ConfigReader(config).flag("tie_word_embeddings", cfg.flag("tie_word_embeddings", False))
-    disk = disk_tensors(
-        hidden, vocab, residual, layers, drafts, tied, headers, nested=text is not None
-    )
+    disk = disk_tensors(hidden, vocab, residual, layers, drafts, config, tied, headers)
     return ModelSpec(
         name=name,
         family=FAMILY,
@@ -63,15 +59,19 @@ def build_spec(
         vocab=vocab,
         norm_eps=cfg.number("rms_norm_eps", 1e-6),
         max_context=cfg.whole("max_position_embeddings", 32768),
-        checkpoint_dtype=_checkpoint_dtype(config, cfg, disk.tensors[0].pieces[0].name, headers),
+        checkpoint_dtype=checkpoint_dtype(config, cfg, disk.tensors[0].pieces[0].name, headers),
         residual=residual,
         layers=layers,
         tensors=disk.tensors,
         draft_tensors=disk.draft_tensors,
-        eos_token_ids=_end_tokens(cfg, generation_config, vocab),
+        eos_token_ids=end_tokens(config, cfg, generation_config, vocab),
         total_tensors_on_disk=len(headers.tensors) if headers else disk.num_pieces,
         ignored_tensors=disk.ignored,
         draft_layers=drafts if disk.draft_tensors else (),
+        scale_tensors=disk.scale_tensors,
+        draft_scale_tensors=disk.draft_scale_tensors,
+        obstacles=disk.format_obstacles,
+        remarks=disk.remarks,
     )
 
 
@@ -225,21 +225,3 @@ def _draft_layers(cfg: ConfigReader, headers: CheckpointHeaders | None) -> tuple
         return ()
     attention, channel = _sparse_attention(cfg), _moe(cfg)
     return tuple(LayerSpec(index, attention, channel) for index in range(count))
-
-
-def _end_tokens(
-    cfg: ConfigReader, generation_config: Mapping[str, Any] | None, vocab: int
-) -> tuple[int, ...]:
-    ends = ConfigReader(generation_config or {}).token_ids("eos_token_id", vocab)
-    return ends or cfg.token_ids("eos_token_id", vocab)
-
-
-def _checkpoint_dtype(
-    config: Mapping[str, Any], cfg: ConfigReader, embed: str, headers: CheckpointHeaders | None
-) -> str:
-    if headers is not None:
-        return DTYPE_NAMES[headers.tensors[embed].dtype]
-    stated = cfg.get("dtype") or cfg.get("torch_dtype") or config.get("dtype") or DEFAULT_DTYPE
-    if stated not in DTYPE_NAMES.values():
-        raise bad_key("dtype", stated, ", ".join(DTYPE_NAMES.values()))
-    return str(stated)

@@ -7,8 +7,10 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from placement.errors import CheckpointError
+from placement.formats import parse_format
 from placement.headers import CheckpointHeaders, read_headers, read_json
 from placement.models import qwen4_exp
+from placement.models.quantised import with_format
 from placement.spec import ModelSpec
 
 Adapter = Callable[
@@ -31,15 +33,32 @@ def load_model_spec(model_dir: str) -> tuple[ModelSpec, CheckpointHeaders]:
     return adapter(name, config, generation, headers), headers
 
 
-def spec_from_config(config_path: str, headers: CheckpointHeaders | None = None) -> ModelSpec:
+def spec_from_config(
+    config_path: str, headers: CheckpointHeaders | None = None, format: str | None = None
+) -> ModelSpec:
     """Spec of a model that isn't on this machine, from its `config.json`, for planning.
 
-    `headers` may come from a dump (`read_header_dump`); without them experts are taken as stored
-    fused. The end tokens are those of the config.
+    `headers` may come from a dump (`read_header_dump`); without them the tensors are those of a
+    plain export, or of the FP8 release that the config describes. `format` (see `parse_format`)
+    plans the routed experts in another format. The end tokens are those of the config.
     """
+    rule = parse_format(format) if format is not None else None
     config = read_json(config_path)
     name = os.path.basename(os.path.dirname(os.path.abspath(config_path))) or "model"
-    return _adapter(config_path, config)(name, config, None, headers)
+    adapter = _adapter(config_path, config)
+    spec = adapter(name, config, None, headers)
+    return with_format(spec, rule) if rule is not None else spec
+
+
+def require_runnable(spec: ModelSpec) -> None:
+    """CheckpointError in one line for a model that can be planned but that no rank can execute."""
+    if spec.runnable:
+        return
+    more = f" (and {len(spec.obstacles) - 1} more)" if len(spec.obstacles) > 1 else ""
+    raise CheckpointError(
+        f"{spec.name} ({spec.family}) can't be run: {spec.obstacles[0]}{more}; "
+        "nrank plan and nrank inspect work on it"
+    )
 
 
 def _adapter(config_path: str, config: Mapping[str, Any]) -> Adapter:
@@ -49,11 +68,5 @@ def _adapter(config_path: str, config: Mapping[str, Any]) -> Adapter:
         raise CheckpointError(
             f"{config_path}: model_type {model_type!r} is not supported, "
             f"supported: {', '.join(sorted(ADAPTERS))}"
-        )
-    quantised = config.get("quantization_config")
-    if quantised:
-        method = quantised.get("quant_method") if isinstance(quantised, Mapping) else quantised
-        raise CheckpointError(
-            f"{config_path}: weights are quantised ({method}), supported now: BF16, F16, F32"
         )
     return adapter

@@ -205,7 +205,7 @@ def test_pieces_of_two_dtypes_are_refused(
     name = "model.layers.4.mlp.experts.3.up_proj.weight"
     changed = replace(headers.tensors[name], dtype="F16")
     mixed = replace(headers, tensors={**headers.tensors, name: changed})
-    spec = build_spec("t", tiny_config, None, mixed)
+    spec = build_spec("t", tiny_config, None, headers)
     with pytest.raises(CheckpointError, match=rf"{name} is F16.*BF16.*experts_gate_up"):
         plan_reads(spec.tensors, make_shares(spec, 1)[0], mixed)
 
