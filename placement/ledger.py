@@ -1,26 +1,20 @@
 """Bytes of one rank by purpose, as the engine allocates them. Needs no device and no weight.
 
-Rows are fixed bytes plus two pools: pages (K, V, index keys) and slots (recurrent state, windows).
+Rows are fixed bytes plus what each page (K, V, index keys) and each sequence (recurrent state,
+windows) adds. Physical bytes of a tensor are `placement.physical`'s.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
-from math import prod
+from dataclasses import dataclass, field
+from enum import StrEnum
 
 from placement.config import EngineConfig, RankShare
 from placement.partition import local_shape
-from placement.spec import (
-    Axis,
-    Component,
-    DTypeRule,
-    GatedDeltaSpec,
-    LayerSpec,
-    ModelSpec,
-    SparseAttentionSpec,
-    TensorSpec,
-)
+from placement.physical import DTYPE_BYTES, FLOAT32_BYTES, tensor_bytes
+from placement.spec import Axis, Component, DenseSpec, LayerSpec, ModelSpec, TensorSpec, Units
+from placement.topology import PROFILES, ChipProfile
 
 ROWS = (
     "routed_experts", "shared_experts", "dense", "embedding", "ngram_table", "scales",
@@ -30,170 +24,204 @@ ROWS = (
 WEIGHT_ROWS = tuple(component.value for component in Component)
 PAGE_ROWS = ("kv_pages", "index_pages", "mtp_state")
 SLOT_ROWS = ("recurrent_slots", "conv_state")
-DTYPE_BYTES: Mapping[str, int] = {"float32": 4, "bfloat16": 2, "float16": 2}
-FLOAT32_BYTES = 4
-INT64_BYTES = 8
 HOST_COLLECTIVE_BYTES = 2 << 20  # shared memory: two halves of 1 MiB a rank
-SCORE_ROWS = 32  # queries whose gathered keys are held at once, see workspace_bytes
+
+
+class TablePlace(StrEnum):
+    """Where the n-gram table lies."""
+
+    DEVICE = "device"  # its rows dealt out over the ranks
+    HOST = "host"  # one copy in host memory for all ranks of a node
+    MMAP = "mmap"  # read from its file on demand; the page cache holds what it can
+
+
+@dataclass(frozen=True)
+class LedgerOptions:
+    """What decides bytes besides EngineConfig."""
+
+    ngram_table: TablePlace = TablePlace.DEVICE
+    prefix_states: int = 0  # recurrent states that the prefix cache keeps on the chip
 
 
 @dataclass(frozen=True)
 class RankLedger:
-    """`fixed` holds everything but the page pool; `page` is what one page adds to its rows."""
+    """`fixed` bytes, and what one `page` and one sequence (`slot`) add to their rows."""
 
     fixed: Mapping[str, int]
     page: Mapping[str, int]
+    slot: Mapping[str, int] = field(default_factory=dict)
 
-    def rows(self, num_pages: int) -> dict[str, int]:
+    def rows(self, num_pages: int, sequences: int) -> dict[str, int]:
         """All ledger rows in their order, 0 where nothing is."""
-        return {row: self.fixed.get(row, 0) + self.page.get(row, 0) * num_pages for row in ROWS}
+        return {
+            row: self.fixed.get(row, 0)
+            + self.page.get(row, 0) * num_pages
+            + self.slot.get(row, 0) * sequences
+            for row in ROWS
+        }
 
-    @property
-    def fixed_bytes(self) -> int:
-        return sum(self.fixed.values())
+    def bytes_without_pages(self, sequences: int) -> int:
+        return sum(self.fixed.values()) + sum(self.slot.values()) * sequences
 
     @property
     def page_bytes(self) -> int:
         return sum(self.page.values())
 
 
+def states_per_sequence(config: EngineConfig) -> int:
+    """Recurrent states a running sequence needs: one, and one for each draft token.
+
+    A verified draft may be accepted up to any position, so the state after each is kept.
+    """
+    return 1 + config.mtp
+
+
+def rank_units(share: RankShare) -> Units:
+    """Units of an axis that a rank owns; 0 of an axis that the model lacks."""
+
+    def units(axis: Axis) -> int:
+        start, stop = share.ranges.get(axis.value, (0, 0))
+        return stop - start
+
+    return units
+
+
+def weight_rows(
+    tensors: Iterable[TensorSpec],
+    share: RankShare,
+    item_bytes: int,
+    profile: ChipProfile,
+    table: TablePlace = TablePlace.DEVICE,
+) -> dict[str, int]:
+    """Ledger row -> physical bytes of the rank's parts; scales in a row of their own.
+
+    Scales of the draft head stay in its row.
+    """
+    rows: dict[str, int] = {}
+    for tensor in tensors:
+        if tensor.component is Component.NGRAM_TABLE and table is not TablePlace.DEVICE:
+            continue
+        size = tensor_bytes(tensor, local_shape(tensor, share), item_bytes, profile)
+        row = tensor.component
+        scale_row = row if row is Component.MTP else Component.SCALES
+        _add(rows, row.value, size.payload)
+        if size.scales:
+            _add(rows, scale_row.value, size.scales)
+    return rows
+
+
+def loaded_tensors(config: EngineConfig, spec: ModelSpec) -> tuple[TensorSpec, ...]:
+    return spec.tensors + (spec.draft_tensors if config.mtp else ())
+
+
 def rank_ledger(
     config: EngineConfig,
     spec: ModelSpec,
     share: RankShare,
-    reserve_bytes: int,
-    collective_bytes: int,
+    weights: Mapping[str, int],
+    profile: ChipProfile,
+    options: LedgerOptions = LedgerOptions(),
 ) -> RankLedger:
-    """The ledger of one rank before the number of pages is known."""
-    item = DTYPE_BYTES[config.dtype]
-    fixed = weight_bytes(_loaded(config, spec), share, item)
-    page: dict[str, int] = {}
+    """The ledger of one rank before the numbers of pages and sequences are known.
+
+    `weights` are its `weight_rows`.
+    """
+    fixed, page, slot = dict(weights), dict[str, int](), dict[str, int]()
+    units, item = rank_units(share), DTYPE_BYTES[config.dtype]
+    copies = states_per_sequence(config)
     for layer in spec.layers:
-        _add_layer_state(fixed, page, config, spec, layer, share)
+        state = _layer_slot(layer, spec, units, item)
+        _add_pages(page, layer, units, config.page_tokens, item)
+        for row in SLOT_ROWS:
+            _add(slot, row, state.get(row, 0) * copies)
+            _add(fixed, row, state.get(row, 0) * options.prefix_states)
+        _add(slot, "index_pages", state.get("index_pages", 0))
     if config.mtp:
-        _add_draft_state(fixed, page, config, spec, share)
+        _add_draft(page, slot, config, spec, units, item)
     alone = share.world_size == 1
-    fixed["collective"] = 0 if alone else collective_bytes or HOST_COLLECTIVE_BYTES
-    fixed["workspace"] = workspace_bytes(config, spec, share)
-    fixed["reserve"] = reserve_bytes
-    return RankLedger(fixed, page)
-
-
-def _loaded(config: EngineConfig, spec: ModelSpec) -> tuple[TensorSpec, ...]:
-    return spec.tensors + (spec.draft_tensors if config.mtp else ())
-
-
-def weight_bytes(
-    tensors: Iterable[TensorSpec], share: RankShare, item_bytes: int
-) -> dict[str, int]:
-    """Ledger row -> bytes of the rank's parts in the run's weight dtype."""
-    rows: dict[str, int] = {}
-    sizes = {
-        DTypeRule.WEIGHT: item_bytes,
-        DTypeRule.FLOAT32: FLOAT32_BYTES,
-        DTypeRule.INT64: INT64_BYTES,
-    }
-    for tensor in tensors:
-        nbytes = prod(local_shape(tensor, share)) * sizes[tensor.dtype]
-        rows[tensor.component.value] = rows.get(tensor.component.value, 0) + nbytes
-    return rows
-
-
-def _span(share: RankShare, axis: Axis) -> int:
-    start, stop = share.ranges.get(axis.value, (0, 0))
-    return stop - start
+    fixed["collective"] = 0 if alone else profile.collective_bytes or HOST_COLLECTIVE_BYTES
+    fixed["graph"] = profile.graph_bytes + profile.graph_draft_bytes * config.mtp
+    fixed["workspace"], slot["workspace"] = workspace_bytes(config, spec, share, options)
+    fixed["reserve"] = profile.reserve_bytes
+    return RankLedger(fixed, page, slot)
 
 
 def _add(rows: dict[str, int], row: str, nbytes: int) -> None:
     rows[row] = rows.get(row, 0) + nbytes
 
 
-def _add_layer_state(
-    fixed: dict[str, int],
-    page: dict[str, int],
-    config: EngineConfig,
-    spec: ModelSpec,
-    layer: LayerSpec,
-    share: RankShare,
-) -> None:
-    slots, item = config.max_sequences, DTYPE_BYTES[config.dtype]
-    if isinstance(layer.mixer, GatedDeltaSpec):
-        recurrent, conv = recurrent_slot_bytes(layer.mixer, share, item)
-        _add(fixed, "recurrent_slots", recurrent * slots)
-        _add(fixed, "conv_state", conv * slots)
-    else:
-        kv, index = attention_page_bytes(layer.mixer, share, config.page_tokens, item)
-        _add(page, "kv_pages", kv)
-        _add(page, "index_pages", index)
-        _add(fixed, "index_pages", layer.mixer.ring_rows * layer.mixer.index_dim * item * slots)
+def _layer_slot(layer: LayerSpec, spec: ModelSpec, units: Units, item: int) -> dict[str, int]:
+    """What one state of one sequence takes in a layer, by ledger row."""
+    size = layer.mixer.slot_bytes(units, item)
+    conv = size.conv
     if layer.ngram is not None:
-        window = layer.ngram.conv_window * spec.residual.num_streams * spec.hidden * item
-        ids = layer.ngram.context_tokens * INT64_BYTES
-        _add(fixed, "conv_state", (window + ids) * slots)
+        conv += layer.ngram.slot_bytes(spec.residual.num_streams * spec.hidden, item)
+    return {"recurrent_slots": size.recurrent, "conv_state": conv, "index_pages": size.index}
 
 
-def _add_draft_state(
-    fixed: dict[str, int],
+def _add_pages(
+    page: dict[str, int], layer: LayerSpec, units: Units, page_tokens: int, item: int
+) -> None:
+    size = layer.mixer.page_bytes(units, page_tokens, item)
+    _add(page, "kv_pages", size.kv)
+    _add(page, "index_pages", size.index)
+
+
+def _add_draft(
     page: dict[str, int],
+    slot: dict[str, int],
     config: EngineConfig,
     spec: ModelSpec,
-    share: RankShare,
+    units: Units,
+    item: int,
 ) -> None:
     """The draft head has pages like an attention layer of the model, in a row of its own."""
-    inner_fixed: dict[str, int] = {}
-    inner_page: dict[str, int] = {}
+    inner: dict[str, int] = {}
     for layer in spec.draft_layers:
-        _add_layer_state(inner_fixed, inner_page, config, spec, layer, share)
-    fixed["mtp_state"] = sum(inner_fixed.values())
-    page["mtp_state"] = sum(inner_page.values())
+        _add_pages(inner, layer, units, config.page_tokens, item)
+        _add(slot, "mtp_state", sum(_layer_slot(layer, spec, units, item).values()))
+    page["mtp_state"] = sum(inner.values())
 
 
-def recurrent_slot_bytes(
-    spec: GatedDeltaSpec, share: RankShare, item_bytes: int
+def workspace_bytes(
+    config: EngineConfig,
+    spec: ModelSpec,
+    share: RankShare,
+    options: LedgerOptions = LedgerOptions(),
 ) -> tuple[int, int]:
-    """Bytes one sequence needs in one layer: the fp32 state, and the convolution window."""
-    values, keys = _span(share, Axis.VALUE_HEADS), _span(share, Axis.KEY_HEADS)
-    channels = 2 * keys * spec.key_dim + values * spec.value_dim
-    state = values * spec.key_dim * spec.value_dim * FLOAT32_BYTES
-    return state, (spec.conv_kernel - 1) * channels * item_bytes
+    """Estimate for the worst step of T = step_tokens rows in fp32: fixed, and a sequence.
 
-
-def attention_page_bytes(
-    spec: SparseAttentionSpec, share: RankShare, page_tokens: int, item_bytes: int
-) -> tuple[int, int]:
-    """Bytes of one page in one layer: local K and V, and the index keys that every rank holds."""
-    kv = page_tokens * _span(share, Axis.KV_HEADS) * spec.head_dim * 2 * item_bytes
-    return kv, page_tokens // spec.block_tokens * spec.index_dim * item_bytes
-
-
-def workspace_bytes(config: EngineConfig, spec: ModelSpec, share: RankShare) -> int:
-    """Estimate for the worst step, of T = step_tokens rows, everything counted as fp32.
-
-    T * (3 streams of S*H, 4 of H, top_k expert rows of 2I + H, q k v z channels of the mixer),
-    index scores of T rows against all blocks of one context, the selected K and V of SCORE_ROWS
-    queries with their scores, and two copies of one logit row a sequence. An estimate: after the
-    start the measured bytes stand beside it.
+    T * (3 streams of S*H, 4 of H, the channel mixer's inner rows) and the mixer's live values (see
+    `step_floats` of its spec); two copies of one logit row for each token that a sequence samples;
+    rows of an n-gram table that isn't on the chip. An estimate: after the start the measured bytes
+    stand beside it.
     """
     tokens = config.step_tokens
+    units, context = rank_units(share), config.context_tokens or spec.max_context
     streams = 3 * spec.residual.num_streams * spec.hidden + 4 * spec.hidden
-    routed = max(
-        layer.channel.top_k * (2 * layer.channel.intermediate + spec.hidden)
-        for layer in spec.layers
-    )
-    context = config.context_tokens or spec.max_context
-    mixer = max(_mixer_floats(layer, share, tokens, context) for layer in spec.layers)
-    logits = 2 * config.max_sequences * spec.vocab
-    return (tokens * (streams + routed) + mixer + logits) * FLOAT32_BYTES
+    inner = max(_channel_floats(layer, spec.hidden) for layer in spec.layers)
+    mixer = max(layer.mixer.step_floats(units, tokens, context) for layer in spec.layers)
+    staged = _staged_row_bytes(spec, DTYPE_BYTES[config.dtype], options) * tokens
+    logits = 2 * spec.vocab * states_per_sequence(config) * FLOAT32_BYTES
+    return (tokens * (streams + inner) + mixer) * FLOAT32_BYTES + staged, logits
 
 
-def _mixer_floats(layer: LayerSpec, share: RankShare, tokens: int, context: int) -> int:
-    mixer = layer.mixer
-    if isinstance(mixer, GatedDeltaSpec):
-        values, keys = _span(share, Axis.VALUE_HEADS), _span(share, Axis.KEY_HEADS)
-        return tokens * 2 * (2 * keys * mixer.key_dim + 2 * values * mixer.value_dim)
-    heads, kv_heads = _span(share, Axis.QUERY_HEADS), _span(share, Axis.KV_HEADS)
-    projected = tokens * mixer.head_dim * (3 * heads + 2 * kv_heads)
-    scores = tokens * (context // mixer.block_tokens)
-    selected = min(context, mixer.budget_tokens + mixer.block_tokens)
-    gathered = min(tokens, SCORE_ROWS) * selected * (2 * kv_heads * mixer.head_dim + heads)
-    return projected + scores + gathered
+def _channel_floats(layer: LayerSpec, hidden: int) -> int:
+    channel = layer.channel
+    if isinstance(channel, DenseSpec):
+        return 2 * channel.intermediate + hidden
+    return channel.top_k * (2 * channel.intermediate + hidden)
+
+
+def _staged_row_bytes(spec: ModelSpec, item: int, options: LedgerOptions) -> int:
+    """Table rows of one token that come from the host."""
+    if options.ngram_table is TablePlace.DEVICE:
+        return 0
+    return sum(layer.ngram.embed_dim * item for layer in spec.layers if layer.ngram is not None)
+
+
+def table_bytes(spec: ModelSpec, item_bytes: int) -> int:
+    """The whole n-gram table as it would lie on a host: values and scales, no padding."""
+    tables = [t for t in spec.tensors if t.component is Component.NGRAM_TABLE]
+    sizes = [tensor_bytes(t, t.shape, item_bytes, PROFILES["cpu"]) for t in tables]
+    return sum(size.payload + size.scales for size in sizes)

@@ -6,11 +6,11 @@ the odd units, and a rank may own no head or no row at all. Knows no bytes and n
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Collection, Sequence
 from math import ceil
 
 from placement.config import RankShare
-from placement.errors import CheckpointError
+from placement.errors import CheckpointError, ConfigError
 from placement.experts import (
     LayerOwnership,
     check_rank_count,
@@ -40,15 +40,19 @@ def axis_units(spec: ModelSpec) -> dict[Axis, int]:
 
 
 def make_shares(
-    spec: ModelSpec, ranks: int, ownership: Sequence[Sequence[Sequence[int]]] | None = None
+    spec: ModelSpec,
+    ranks: int,
+    ownership: Sequence[Sequence[Sequence[int]]] | None = None,
+    replicas: Sequence[Collection[int]] = (),
 ) -> tuple[RankShare, ...]:
-    """What each rank owns. `ownership` is [layer][rank] -> expert ids, contiguous by default.
+    """What each rank holds. `ownership` is [layer][rank] -> expert ids, contiguous by default.
 
-    `RankShare.experts` has the main layers first and then those of the draft head.
+    `replicas` are the experts of each layer that several ranks may hold. `RankShare.experts` has
+    the main layers first and then those of the draft head; a layer without experts has none.
     Raises ConfigError for a rank count or an ownership that can't be.
     """
     check_rank_count(spec.num_experts, ranks)
-    experts = _layer_ownership(spec, ranks, ownership)
+    experts = layer_ownership(spec, ranks, ownership, replicas)
     ranges = _axis_ranges(axis_units(spec), ranks)
     return tuple(
         RankShare(
@@ -61,17 +65,29 @@ def make_shares(
     )
 
 
-def _layer_ownership(
-    spec: ModelSpec, ranks: int, ownership: Sequence[Sequence[Sequence[int]]] | None
+def layer_ownership(
+    spec: ModelSpec,
+    ranks: int,
+    ownership: Sequence[Sequence[Sequence[int]]] | None = None,
+    replicas: Sequence[Collection[int]] = (),
 ) -> list[LayerOwnership]:
+    """Ownership of every layer, draft layers last; those that aren't given are contiguous."""
     layers = (*spec.layers, *spec.draft_layers)
-    dealt = [contiguous_ownership(layer.channel.num_experts, ranks) for layer in layers]
+    if len(ownership or ()) > len(layers):
+        raise ConfigError(
+            f"ownership has {len(ownership or ())} layers, {spec.name} has {len(layers)} "
+            "(those of the draft head included): is it of another model?"
+        )
+    dealt = [_contiguous(layer.channel.num_experts, ranks) for layer in layers]
     for layer, owned in enumerate(ownership or ()):
-        if layer >= len(layers):
-            break
+        several = replicas[layer] if layer < len(replicas) else ()
         count = layers[layer].channel.num_experts
-        dealt[layer] = validate_ownership(owned, count, ranks, layer)
+        dealt[layer] = validate_ownership(owned, count, ranks, layer, several)
     return dealt
+
+
+def _contiguous(num_experts: int, ranks: int) -> LayerOwnership:
+    return contiguous_ownership(num_experts, ranks) if num_experts else ((),) * ranks
 
 
 def _axis_ranges(units: dict[Axis, int], ranks: int) -> dict[Axis, tuple[Range, ...]]:

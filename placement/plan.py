@@ -9,26 +9,40 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from placement.config import EngineConfig, RankShare
 from placement.errors import ConfigError, PlanError
-from placement.experts import as_ranges
+from placement.experts import LayerHolders
 from placement.headers import CheckpointHeaders
-from placement.ledger import DTYPE_BYTES, WEIGHT_ROWS, RankLedger, rank_ledger
+from placement.ledger import WEIGHT_ROWS, LedgerOptions, TablePlace, table_bytes
+from placement.ownership import (
+    Layers,
+    Ownership,
+    OwnershipRequest,
+    choose_ownership,
+    with_replicas,
+)
 from placement.partition import make_shares
-from placement.roofline import StepEstimate, estimate_decode_step
-from placement.spec import ModelSpec, SparseAttentionSpec
+from placement.physical import DTYPE_BYTES
+from placement.roofline import StepEstimate, estimate_decode_step, expert_bytes
+from placement.sizing import Shortfall, Sizing, make_sizing, shortfall
+from placement.spec import ModelSpec
 from placement.topology import Topology, emulated_topology, find_profile
 
-# In this order rows are charged when a rank is full, so that the row named is the one that
-# a reader can do something about: the elastic pools come last.
-CHARGE_ORDER = (
-    "reserve", "collective", "graph", "dense", "shared_experts", "embedding", "scales",
-    "routed_experts", "ngram_table", "mtp_weights", "workspace", "recurrent_slots", "conv_state",
-    "mtp_state", "index_pages", "kv_pages",
-)  # fmt: skip
+
+@dataclass(frozen=True)
+class PlanOptions:
+    """What decides a plan besides EngineConfig. `ecc` is what the chips run with.
+
+    How many bytes error correction takes from a 310P3 is not documented; with it on, the figure
+    has to come in as `usable_bytes`.
+    """
+
+    ledger: LedgerOptions = field(default_factory=LedgerOptions)
+    ownership: OwnershipRequest = field(default_factory=OwnershipRequest)
+    ecc: bool = False
 
 
 @dataclass(frozen=True)
@@ -54,13 +68,6 @@ class ContextPlan:
 
 
 @dataclass(frozen=True)
-class Shortfall:
-    rank: int
-    row: str
-    bytes: int
-
-
-@dataclass(frozen=True)
 class Plan:
     plan_id: str
     model: str
@@ -76,6 +83,13 @@ class Plan:
     assumptions: tuple[str, ...]
     estimate: StepEstimate
     num_layers: int
+    ownership: Ownership
+    replica_table: tuple[LayerHolders, ...] = field(repr=False)  # [layer][expert] -> ranks
+    pages_per_context: int = 1
+    ngram_table: TablePlace = TablePlace.DEVICE
+    host_table_bytes: int = 0  # of the one copy that all ranks of a node share; 0 on device
+    prefix_states: int = 0
+    formats: tuple[str, ...] = ()
 
     @property
     def shares(self) -> tuple[RankShare, ...]:
@@ -87,48 +101,19 @@ class Plan:
         return self.max_sequences
 
     @property
+    def full_sequences(self) -> int:
+        """Sequences of the configured length that the page pool holds at a time."""
+        return min(self.max_sequences, self.num_pages // self.pages_per_context)
+
+    @property
     def fits(self) -> bool:
         return self.shortfall is None
 
     def to_json(self) -> dict[str, Any]:
-        """Plain values for `nrank plan --json`; expert ranges are inclusive [first, last]."""
-        short = self.shortfall
-        return {
-            "plan_id": self.plan_id,
-            "model": self.model,
-            "device": self.device,
-            "dtype": self.dtype,
-            "fits": self.fits,
-            "world_size": self.world_size,
-            "ranks": [_rank_json(rank, self.num_layers) for rank in self.ranks],
-            "num_pages": self.num_pages,
-            "page_tokens": self.page_tokens,
-            "num_slots": self.num_slots,
-            "context": {
-                "configured_tokens": self.context.configured_tokens,
-                "allocated_tokens": self.context.allocated_tokens,
-                "certified_tokens": self.context.certified_tokens,
-            },
-            "max_sequences": self.max_sequences,
-            "shortfall": short and {"rank": short.rank, "row": short.row, "bytes": short.bytes},
-            "estimate": {
-                "decode_step_s": self.estimate.decode_step_s,
-                "bytes_per_step": self.estimate.bytes_per_step,
-            },
-            "assumptions": list(self.assumptions),
-        }
+        """Plain values for `nrank plan --json`; see `placement.plan_json`."""
+        from placement.plan_json import plan_json
 
-
-def _rank_json(rank: RankPlan, num_layers: int) -> dict[str, Any]:
-    layers = rank.share.experts[:num_layers]
-    return {
-        "rank": rank.share.rank,
-        "usable_bytes": rank.usable_bytes,
-        "planned_bytes": rank.planned_bytes,
-        "rows": dict(rank.rows),
-        "ranges": {axis: list(span) for axis, span in rank.share.ranges.items()},
-        "experts": [[list(run) for run in as_ranges(ids)] for ids in layers],
-    }
+        return plan_json(self)
 
 
 def make_plan(
@@ -136,34 +121,30 @@ def make_plan(
     spec: ModelSpec,
     headers: CheckpointHeaders | None,
     topology: Topology | None = None,
-    ownership: Sequence[Sequence[Sequence[int]]] | None = None,
+    ownership: Layers | None = None,
+    options: PlanOptions = PlanOptions(),
 ) -> Plan:
     """Plans a gang. Rank r sits on the r-th chip of `topology` (default: cards of two chips).
 
-    Raises ConfigError for values that can't be; a plan that doesn't fit has a `shortfall`.
+    `ownership` is short for an exact one in `options`. Raises ConfigError for values that can't be;
+    a plan that doesn't fit has a `shortfall`.
     """
-    _check(config, spec)
-    chips = topology or _default_topology(config)
-    if config.ranks > len(chips.chips):
-        raise ConfigError(
-            f"ranks = {config.ranks}, but there are {len(chips.chips)} chips and each rank "
-            "needs one: lower ranks or raise chips"
-        )
-    shares = make_shares(spec, config.ranks, ownership)
-    profile = chips.profile
-    ledgers = [
-        rank_ledger(config, spec, share, profile.reserve_bytes, profile.collective_bytes)
-        for share in shares
-    ]
-    usable = [chips.chips[rank].memory_bytes for rank in range(config.ranks)]
-    context = config.context_tokens or spec.max_context
-    num_pages = _num_pages(config, context, ledgers, usable)
+    if ownership is not None:
+        request = replace(options.ownership, exact=ownership)
+        options = replace(options, ownership=request)
+    chips = checked_topology(config, spec, topology, options)
+    chosen, sizing = size_gang(config, spec, chips, options)
+    num_pages = sizing.num_pages(config)
+    rows = sizing.rows(config, num_pages)
     ranks = tuple(
-        RankPlan(share, size, ledger.rows(num_pages))
-        for share, size, ledger in zip(shares, usable, ledgers, strict=True)
+        RankPlan(share, usable, one)
+        for share, usable, one in zip(sizing.shares, sizing.usable_bytes, rows, strict=True)
     )
+    context = sizing.context_tokens(config)
+    item = DTYPE_BYTES[config.dtype]
+    table = options.ledger.ngram_table
     return Plan(
-        plan_id=_plan_id(config, spec, ranks, num_pages, context),
+        plan_id=_plan_id(config, spec, ranks, num_pages, context, options),
         model=spec.name,
         device=config.device,
         dtype=config.dtype,
@@ -173,11 +154,52 @@ def make_plan(
         page_tokens=config.page_tokens,
         max_sequences=config.max_sequences,
         context=ContextPlan(context, num_pages * config.page_tokens // config.max_sequences),
-        shortfall=_worst_shortfall(ranks),
-        assumptions=_assumptions(config, spec, headers, chips, topology is None),
-        estimate=estimate_decode_step(spec, shares, DTYPE_BYTES[config.dtype], profile),
+        shortfall=shortfall(rows, sizing.usable_bytes),
+        assumptions=_assumptions(config, spec, headers, chips, topology is None, options),
+        estimate=estimate_decode_step(config, spec, sizing.shares, chips.profile, chosen.counts),
         num_layers=len(spec.layers),
+        ownership=chosen,
+        replica_table=chosen.table(spec),
+        pages_per_context=sizing.pages_per_context(config),
+        ngram_table=table,
+        host_table_bytes=0 if table is TablePlace.DEVICE else table_bytes(spec, item),
+        prefix_states=options.ledger.prefix_states,
+        formats=spec.formats(),
     )
+
+
+def checked_topology(
+    config: EngineConfig, spec: ModelSpec, topology: Topology | None, options: PlanOptions
+) -> Topology:
+    """The chips to plan for. ConfigError for values that can't be."""
+    _check(config, spec, options)
+    chips = topology or _default_topology(config)
+    if config.ranks > len(chips.chips):
+        raise ConfigError(
+            f"ranks = {config.ranks}, but there are {len(chips.chips)} chips and each rank "
+            "needs one: lower ranks or raise chips"
+        )
+    return chips
+
+
+def size_gang(
+    config: EngineConfig, spec: ModelSpec, chips: Topology, options: PlanOptions
+) -> tuple[Ownership, Sizing]:
+    """Who holds which expert, replicas included, and the ledgers that follow."""
+    chosen = choose_ownership(options.ownership, spec, config.ranks)
+    usable = [chips.chips[rank].memory_bytes for rank in range(config.ranks)]
+
+    def sizing_of(owned: Ownership) -> Sizing:
+        shares = make_shares(spec, config.ranks, owned.layers, owned.replicated)
+        return make_sizing(config, spec, shares, usable, chips.profile, options.ledger)
+
+    sizing = sizing_of(chosen)
+    if options.ownership.replicas_bytes:
+        sizes = expert_bytes(config, spec, chips.profile)
+        free = sizing.free_bytes(config)
+        chosen = with_replicas(chosen, options.ownership, sizes, free, spec)
+        sizing = sizing_of(chosen)
+    return chosen, sizing
 
 
 def require_fits(plan: Plan) -> None:
@@ -197,7 +219,7 @@ def require_fits(plan: Plan) -> None:
 
 def _remedy(row: str) -> str:
     if row in WEIGHT_ROWS:
-        return "use more ranks, chips with more memory or a smaller dtype"
+        return "use more ranks, chips with more memory or a smaller format"
     if row == "workspace":
         return "lower step_tokens or use more ranks"
     if row in ("reserve", "collective", "graph"):
@@ -205,7 +227,7 @@ def _remedy(row: str) -> str:
     return "lower context_tokens, max_sequences or kv_pool_tokens, or use more ranks"
 
 
-def _check(config: EngineConfig, spec: ModelSpec) -> None:
+def _check(config: EngineConfig, spec: ModelSpec, options: PlanOptions) -> None:
     if config.dtype not in DTYPE_BYTES:
         raise ConfigError(f"dtype = {config.dtype!r}, supported: {', '.join(DTYPE_BYTES)}")
     for key in ("max_sequences", "step_tokens", "page_tokens"):
@@ -219,48 +241,28 @@ def _check(config: EngineConfig, spec: ModelSpec) -> None:
             f"context_tokens = {config.context_tokens}, but {spec.name} goes to "
             f"{spec.max_context}: ask for at most that"
         )
-    for layer in spec.layers:
-        mixer = layer.mixer
-        if isinstance(mixer, SparseAttentionSpec) and config.page_tokens % mixer.block_tokens:
+    for multiple in sorted({layer.mixer.page_multiple for layer in spec.layers}):
+        if config.page_tokens % multiple:
             raise ConfigError(
-                f"page_tokens = {config.page_tokens}, needs a multiple of {mixer.block_tokens} "
+                f"page_tokens = {config.page_tokens}, needs a multiple of {multiple} "
                 "(tokens of one index block)"
             )
     if config.mtp and not spec.draft_tensors:
         raise ConfigError(f"mtp = {config.mtp}, but {spec.name} has no draft head: use mtp 0")
+    if options.ledger.prefix_states < 0:
+        raise ConfigError(f"prefix_states = {options.ledger.prefix_states}, needs at least 0")
+    if options.ownership.replicas_bytes < 0:
+        raise ConfigError(f"replicas_bytes = {options.ownership.replicas_bytes}, needs at least 0")
+    if options.ecc and not config.usable_bytes:
+        raise ConfigError(
+            "ecc = on, but no source says what it takes from a chip: read the total with "
+            "`npu-smi info` and give it as usable_bytes"
+        )
 
 
 def _default_topology(config: EngineConfig) -> Topology:
     profile = find_profile(config.device, config.chip_profile)
     return emulated_topology(config.chips or config.ranks, profile, config.usable_bytes)
-
-
-def _num_pages(
-    config: EngineConfig, context: int, ledgers: Sequence[RankLedger], usable: Sequence[int]
-) -> int:
-    """What was asked for; without a figure as many full contexts as fit, at least one."""
-    if config.kv_pool_tokens:
-        return -(-config.kv_pool_tokens // config.page_tokens)
-    one = -(-context // config.page_tokens)
-    room = [
-        (size - ledger.fixed_bytes) // ledger.page_bytes
-        for ledger, size in zip(ledgers, usable, strict=True)
-        if ledger.page_bytes
-    ]
-    return max(one, min([config.max_sequences * one, *room]))
-
-
-def _worst_shortfall(ranks: Sequence[RankPlan]) -> Shortfall | None:
-    worst = max(ranks, key=lambda rank: rank.planned_bytes - rank.usable_bytes)
-    missing = worst.planned_bytes - worst.usable_bytes
-    if missing <= 0:
-        return None
-    charged = 0
-    for row in CHARGE_ORDER:
-        charged += worst.rows[row]
-        if charged > worst.usable_bytes:
-            return Shortfall(worst.share.rank, row, missing)
-    raise AssertionError("CHARGE_ORDER lacks a ledger row")
 
 
 def _assumptions(
@@ -269,8 +271,10 @@ def _assumptions(
     headers: CheckpointHeaders | None,
     chips: Topology,
     emulated: bool,
+    options: PlanOptions,
 ) -> tuple[str, ...]:
-    told = [f"chip profile {chips.profile.name}: {chips.profile.source}"]
+    profile = chips.profile
+    told = [f"chip profile {profile.name}: {profile.source}"]
     if config.usable_bytes:
         told.append(f"usable_bytes = {config.usable_bytes} from the configuration")
     elif emulated:
@@ -278,8 +282,23 @@ def _assumptions(
     if headers is None:
         told.append("no headers: shapes come from config.json, experts taken as stored fused")
     told.append("workspace is an estimate, compare it with the measured bytes after start")
-    if spec.draft_tensors and not config.mtp:
+    if profile.collective_buffers > 1:
+        told.append(
+            f"one communicator with {profile.collective_buffers} buffers of "
+            f"{profile.collective_buffer_bytes} bytes"
+        )
+    if profile.fractal_layout:
+        told.append("formats below 8 bits lie packed in rows on the chip, without padding")
+    if config.mtp:
+        told.append(f"mtp {config.mtp}: a recurrent state is kept after each draft token")
+    elif spec.draft_tensors:
         told.append("mtp 0: the draft head on disk is not loaded")
+    if options.ledger.ngram_table is TablePlace.HOST:
+        told.append("n-gram table: one copy in host memory for all ranks, rows copied each step")
+    if options.ledger.ngram_table is TablePlace.MMAP:
+        told.append("n-gram table: read from its file; host memory is page cache, not counted")
+    told += [f"checkpoint: {remark}" for remark in spec.remarks]
+    told += [f"can be planned, not run: {obstacle}" for obstacle in spec.obstacles]
     return tuple(told)
 
 
@@ -289,14 +308,20 @@ def _plan_id(
     ranks: Sequence[RankPlan],
     num_pages: int,
     context: int,
+    options: PlanOptions,
 ) -> str:
     """Hash of all that is decided; paths and host names have no part in it."""
-    tensors = [(t.role, t.shape, t.dtype.value) for t in (*spec.tensors, *spec.draft_tensors)]
+    tensors = [
+        (t.role, t.shape, t.dtype.value, t.format.name if t.format else "")
+        for t in (*spec.tensors, *spec.draft_tensors)
+    ]
+    table = options.ledger
     decided = {
         "model": [spec.family, spec.name, repr(spec.layers), repr(spec.residual), tensors],
         "run": [config.device, config.dtype, config.mtp, config.max_sequences, context],
         "step": [config.step_tokens, config.prefill_chunk_tokens, config.prefix_cache],
         "pages": [num_pages, config.page_tokens],
+        "places": [table.ngram_table.value, table.prefix_states],
         "ranks": [
             [rank.usable_bytes, rank.rows, rank.share.ranges, rank.share.experts] for rank in ranks
         ],

@@ -15,8 +15,9 @@ from placement.explain import explain
 from placement.headers import CheckpointHeaders
 from placement.ledger import ROWS
 from placement.partition import local_shape
-from placement.plan import CHARGE_ORDER, Plan, make_plan, require_fits
+from placement.plan import Plan, make_plan, require_fits
 from placement.reads import plan_reads
+from placement.sizing import CHARGE_ORDER
 from placement.spec import DTypeRule, ModelSpec
 from placement.topology import PROFILES, Chip, Topology
 
