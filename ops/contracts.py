@@ -297,6 +297,9 @@ CONTRACTS: dict[str, Contract] = {
         (("ids", 0, "E"), ("local_of", -1, "El")),
         _distinct_experts,
     ),
+    "gated_swiglu": Contract(
+        _shapes(gate_up="T I2", gate="T one"), _all(ACTIVATION, "gate_up gate")
+    ),
     "swiglu_mlp": Contract(
         _shapes(x="... H", down="H_out I", gate_up="2*I H"), _all(ACTIVATION, "x gate_up down")
     ),

@@ -49,6 +49,7 @@ _REFERENCE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     attention.paged_attention,
     moe.route,
     moe.moe_experts,
+    moe.gated_swiglu,
     moe.swiglu_mlp,
     ngram.ngram_ids,
     ngram.ngram_gate,

@@ -13,7 +13,9 @@ from rank_worker.parts import Parts
 class GatedDeltaState:
     """Recurrent and convolution state of every slot, one layer. Recurrent state is fp32."""
 
-    def __init__(self, spec: GatedDeltaSpec, heads: int, channels: int, slots: int, dtype):
+    def __init__(
+        self, spec: GatedDeltaSpec, heads: int, channels: int, slots: int, dtype: torch.dtype
+    ) -> None:
         self.recurrent = torch.zeros(slots, heads, spec.key_dim, spec.value_dim)
         self.conv = torch.zeros(slots, spec.conv_kernel - 1, channels, dtype=dtype)
 
@@ -57,7 +59,7 @@ class GatedDeltaMixer:
         if not self.value_heads:
             return torch.zeros_like(x)
         projected = torch.nn.functional.linear(x, self.in_proj)
-        channels, z, b, a = projected.split(self.widths, dim=-1)
+        channels, z, b, a = torch.split_with_sizes(projected, self.widths, dim=-1)
         g, beta = self.ops.delta_gates(a, b, self.a_log, self.dt_bias)
         parts = []
         if batch.num_decode:

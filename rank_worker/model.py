@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import linear
 
-from placement.spec import Axis, GatedDeltaSpec, LayerSpec, ModelSpec, SparseAttentionSpec
+from placement.spec import Axis, GatedDeltaSpec, LayerSpec, ModelSpec, MoeSpec, SparseAttentionSpec
 from rank_worker.batch import StepBatch
 from rank_worker.comm import Comm
 from rank_worker.gated_delta import GatedDeltaMixer
@@ -32,7 +32,9 @@ class Layer:
         if isinstance(spec.mixer, GatedDeltaSpec):
             self.mixer = GatedDeltaMixer(parts, spec.mixer, weights, f"{prefix}.mixer")
         else:
+            assert isinstance(spec.mixer, SparseAttentionSpec), "a kind that nobody runs yet"
             self.mixer = SparseAttentionMixer(parts, spec.mixer, weights, f"{prefix}.mixer")
+        assert isinstance(spec.channel, MoeSpec), "a kind that nobody runs yet"
         experts = parts.share.experts[spec.index]
         self.channel = MoeChannel(parts, spec.channel, weights, f"{prefix}.channel", experts)
         self.ngram: NgramInjection | None = None

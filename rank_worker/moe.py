@@ -39,14 +39,12 @@ class MoeChannel:
         self.shared_down = pack(weights.pop(f"{prefix}.shared_down"))
 
     def forward(self, x: Tensor, batch: StepBatch) -> Tensor:
-        logits, shared_gate, gate_up = linear(x, self.in_proj).split(self.widths, dim=-1)
+        logits, shared_gate, gate_up = torch.split_with_sizes(
+            linear(x, self.in_proj), self.widths, dim=-1
+        )
         route_weights, ids = self.ops.route(logits, self.spec.top_k, self.spec.normalise_top_k)
         if batch.decisions is not None:
             batch.note_decision(ids)
         out = self.ops.moe_experts(x, route_weights, ids, self.gate_up, self.down, self.local_of)
-        return out.add_(self._shared(gate_up, shared_gate))
-
-    def _shared(self, gate_up: Tensor, shared_gate: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=-1)
-        hidden = torch.nn.functional.silu(gate).mul_(up).mul_(torch.sigmoid(shared_gate))
-        return linear(hidden, self.shared_down)
+        shared = self.ops.gated_swiglu(gate_up, shared_gate)
+        return out.add_(linear(shared, self.shared_down))

@@ -15,7 +15,7 @@ from rank_worker.parts import Parts
 class StreamSite:
     """One site: streams [T, S, H] -> block input [T, H] and injection weights [T, S]."""
 
-    def __init__(self, parts: Parts, weights: dict[str, Tensor], prefix: str):
+    def __init__(self, parts: Parts, weights: dict[str, Tensor], prefix: str) -> None:
         spec = parts.spec
         streams, hidden = spec.residual.num_streams, spec.hidden
         self.ops = parts.ops
@@ -34,5 +34,6 @@ class StreamSite:
             streams, self.scale, self.down_inject, self.up, self.eps, self.rank
         )
 
-    def inject_(self, streams: Tensor, inject: Tensor, block_output: Tensor) -> None:
+    def inject_(self, streams: Tensor, inject: Tensor | None, block_output: Tensor) -> None:
+        assert inject is not None, "the final site injects nothing"
         self.ops.hyper_inject_(streams, inject, block_output)

@@ -76,9 +76,11 @@ class SparseAttentionMixer:
 
     def forward(self, x: Tensor, batch: StepBatch, rope: tuple[Tensor, Tensor]) -> Tensor:
         spec, tokens = self.spec, x.shape[0]
-        q_gate, k, v, index_q, index_k = linear(x, self.in_proj).split(self.widths, dim=-1)
+        q_gate, k, v, index_q, index_k = torch.split_with_sizes(
+            linear(x, self.in_proj), self.widths, dim=-1
+        )
         q_gate = q_gate.view(tokens, self.heads, 2 * spec.head_dim)
-        q, gate = q_gate.split(spec.head_dim, dim=-1)
+        q, gate = q_gate.chunk(2, dim=-1)
         q = self._rope_norm(q, self.q_scale, rope)
         k = self._rope_norm(k.view(tokens, self.kv_heads, spec.head_dim), self.k_scale, rope)
         v = v.view(tokens, self.kv_heads, spec.head_dim)

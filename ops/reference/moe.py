@@ -36,6 +36,11 @@ def _swiglu(gate_up: Tensor) -> Tensor:
     return silu(gate) * up
 
 
+def gated_swiglu(gate_up: Tensor, gate: Tensor) -> Tensor:
+    """silu(g) * u * sigmoid(gate): gate_up [T, 2I] (g first), gate [T, 1] -> [T, I]."""
+    return _swiglu(gate_up) * torch.sigmoid(gate)
+
+
 def swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     """down(silu(gate x) * up x): x [T, H], gate_up [2I, H] (gate first), down [H, I]; I may be 0.
 

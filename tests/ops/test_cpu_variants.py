@@ -10,10 +10,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from ops.cpu.variants import VARIANTS
-from ops.registry import REFERENCES, OpSet
+from ops.registry import REFERENCES, OpSet, variants_of
 from ops.spec import Capability, Implementation
 
+VARIANTS = variants_of("cpu")
+NAMES = [f"{v.function.__module__.rpartition('.')[2]}-{v.op}" for v in VARIANTS]
 EPS = 1e-6
 BATCHES = (1, 2, 5, 40)
 SPREAD = 5e-6  # of the largest value of a result: sums in another order
@@ -95,7 +96,7 @@ def hyper_mix(g: Geometry, batch: int) -> Iterable[Arguments]:
             "streams": torch.randn(batch, g.streams, g.hidden),
             "scale": torch.rand(g.streams, g.hidden) + 0.5,
             "down_inject": torch.randn(rows, wide) * wide**-0.5,
-            "up": torch.randn(wide, g.low_rank), "eps": EPS, "rank": g.low_rank,
+            "up": torch.randn(wide, g.low_rank) * g.low_rank**-0.5, "eps": EPS, "rank": g.low_rank,
         }  # fmt: skip
 
 
@@ -233,6 +234,53 @@ def write_kv_(g: Geometry, batch: int) -> Iterable[Arguments]:
     }  # fmt: skip
 
 
+def apply_rope(g: Geometry, batch: int) -> Iterable[Arguments]:
+    """Partial and whole rotation, a rank without heads, and the [B, Q, heads, d] form."""
+    for rotary_dim in (g.head_dim, g.head_dim // 4 * 2):
+        angles = torch.randn(batch, rotary_dim // 2).repeat(1, 2) * 9
+        tables = {"cos": angles.cos(), "sin": angles.sin()}
+        for heads in (sum(g.kv_groups), 0):
+            yield {"x": torch.randn(batch, heads, g.head_dim), **tables}
+    yield {
+        "x": torch.randn(1, batch, 2, g.head_dim), "cos": tables["cos"][None],
+        "sin": tables["sin"][None],
+    }  # fmt: skip
+
+
+def gated_swiglu(g: Geometry, batch: int) -> Iterable[Arguments]:
+    for inner in (g.inner, g.inner // 3, 0):
+        gate_up = torch.randn(batch, 2 * inner) * 3
+        yield {"gate_up": gate_up, "gate": torch.randn(batch, 1) * 3}
+
+
+def ngram_ids(g: Geometry, batch: int) -> Iterable[Arguments]:
+    """Decode rows and chunks; end tokens anywhere; products up to the largest int64."""
+    eos, order, heads = 40, 3, 4
+    sizes = torch.tensor([1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049])
+    for length in (order, order + 6):
+        history = torch.randint(0, eos + 1, (batch, length))
+        history[:, ::2][torch.rand(history[:, ::2].shape) < 0.3] = eos
+        yield {
+            "history": history, "eos": eos,
+            "multipliers": torch.tensor([2**63 // 41 - 6, 2**62 // 41 + 12345, 2**63 // 41 - 48]),
+            "vocab_sizes": sizes[: (order - 1) * heads],
+            "offsets": torch.cat((torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)[:-1])),
+        }  # fmt: skip
+
+
+def table_rows(g: Geometry, batch: int) -> Iterable[Arguments]:
+    """Some, all and no rows here, with NaN in rows that nobody asks for."""
+    for rows, start in ((50, 0), (20, 17), (20, 60), (0, 0)):
+        table = torch.randn(rows, g.head_dim)
+        for shape in ((batch,), (batch, 1, 8)):
+            ids = torch.randint(0, 50, shape)
+            yield {"table": table, "ids": ids, "start": start}
+            local = ids[(ids >= start) & (ids < start + rows)] - start
+            spoilt = torch.full_like(table, float("nan"))
+            spoilt[local] = table[local]
+            yield {"table": spoilt, "ids": ids, "start": start}
+
+
 def nonfinite_rows(g: Geometry, batch: int) -> Iterable[Arguments]:
     clean = torch.randn(batch, 500) * 50
     yield {"logits": clean}
@@ -249,13 +297,41 @@ CASES: dict[str, Cases] = {
     for f in (
         rms_norm, gated_rms_norm, grouped_rms_norm, hyper_mix, hyper_inject_, delta_gates,
         causal_conv_step, causal_conv_chunk, gated_delta_step, gated_delta_chunk, route,
-        moe_experts, paged_attention, write_kv_, nonfinite_rows,
+        moe_experts, paged_attention, write_kv_, nonfinite_rows, apply_rope, gated_swiglu,
+        ngram_ids, table_rows,
     )
 }  # fmt: skip
 
 
 def copied(arguments: Arguments) -> Arguments:
     return {k: v.clone() if isinstance(v, Tensor) else v for k, v in arguments.items()}
+
+
+def packed(weight: Tensor) -> Tensor:
+    """Column-major, as the CPU keeps its projections."""
+    return weight.t().contiguous().t()
+
+
+def rows_of_wider(x: Tensor) -> Tensor:
+    """Rows that lie apart, like a slice of a projection's output."""
+    wide = torch.full((x.shape[0], x[0].numel() + 12), float("nan"))
+    part = wide[:, 5 : 5 + x[0].numel()].view(x.shape)
+    return part.copy_(x)
+
+
+Layout = Callable[[Tensor], Tensor]
+ENGINE_LAYOUTS: dict[str, dict[str, Layout]] = {
+    "rms_norm": {"x": rows_of_wider},
+    "apply_rope": {"x": rows_of_wider},
+    "gated_swiglu": {"gate_up": rows_of_wider, "gate": rows_of_wider},
+    "hyper_mix": {"down_inject": packed, "up": packed},
+    "causal_conv_step": {"x": rows_of_wider},
+    "causal_conv_chunk": {"x": rows_of_wider},
+    "delta_gates": {"a": rows_of_wider, "b": rows_of_wider},
+    "gated_delta_step": dict.fromkeys("qkv", rows_of_wider),
+    "gated_rms_norm": {"gate": rows_of_wider},
+    "route": {"logits": rows_of_wider},
+}
 
 
 def compare(what: str, got: Any, expected: Any) -> None:
@@ -277,8 +353,10 @@ def compare(what: str, got: Any, expected: Any) -> None:
             )
 
 
-def check(variant: Implementation, arguments: Arguments) -> None:
+def check(variant: Implementation, arguments: Arguments, layout: dict[str, Layout]) -> None:
     mine, theirs = copied(arguments), copied(arguments)
+    for name, change in layout.items():
+        mine[name] = change(mine[name])
     got = variant.function(**mine)
     expected = REFERENCES[variant.op].function(**theirs)
     compare(f"{variant.name}: ", got, expected)
@@ -286,7 +364,11 @@ def check(variant: Implementation, arguments: Arguments) -> None:
         compare(f"{variant.name}, argument {name} afterwards: ", mine[name], value)
 
 
-def test_every_variant_is_taken_in_float32_and_none_in_bfloat16() -> None:
+def variants(op: str) -> list[Implementation]:
+    return [v for v in VARIANTS if v.op == op]
+
+
+def test_each_operator_with_a_variant_runs_it_in_float32_and_none_in_bfloat16() -> None:
     ops = {v.op for v in VARIANTS}
     taken = {i.op for i in OpSet(Capability("cpu")).op_info() if i.backend == "cpu"}
     assert taken == ops
@@ -302,17 +384,19 @@ def test_every_variant_has_cases_here() -> None:
     ("geometry", "batch"),
     [(name, n) for name in GEOMETRIES for n in BATCHES if name != "production" or n in (1, 5)],
 )
-@pytest.mark.parametrize("variant", VARIANTS, ids=lambda v: v.op)
-def test_variant_equals_reference(variant: Implementation, geometry: str, batch: int) -> None:
+@pytest.mark.parametrize("variant", VARIANTS, ids=NAMES)
+def test_each_variant_equals_the_reference_in_any_layout(
+    variant: Implementation, geometry: str, batch: int
+) -> None:
     arguments = list(CASES[variant.op](GEOMETRIES[geometry], batch))
     assert arguments
     for case in arguments:
-        check(variant, case)
+        check(variant, case, {})
+        if variant.op in ENGINE_LAYOUTS:
+            check(variant, case, ENGINE_LAYOUTS[variant.op])
 
 
-@pytest.mark.parametrize(
-    "variant", [v for v in VARIANTS if v.op == "moe_experts"], ids=lambda v: v.op
-)
+@pytest.mark.parametrize("variant", variants("moe_experts"), ids=lambda v: v.name)
 @pytest.mark.parametrize("tokens", [1, 3, 40])
 def test_peers_routes_add_exact_zeros_whatever_the_input_holds(
     variant: Implementation, tokens: int
@@ -337,10 +421,10 @@ def test_peers_routes_add_exact_zeros_whatever_the_input_holds(
     assert torch.equal(variant.function(**peers), torch.zeros(tokens, 192))
 
 
-@pytest.mark.parametrize("op", ["paged_attention"])
-def test_rows_of_one_batch_do_not_depend_on_each_other(op: str) -> None:
+@pytest.mark.parametrize("variant", variants("paged_attention"), ids=lambda v: v.name)
+def test_rows_of_one_batch_do_not_depend_on_each_other(variant: Implementation) -> None:
     """One row alone takes another path than the same row in a batch."""
-    (function,) = [v.function for v in VARIANTS if v.op == op]
+    function = variant.function
     arguments = attention(GEOMETRIES["embedded"], 5, 1, 8, 0, (6, 6))
     together = function(**arguments)
     for row in range(5):
@@ -350,7 +434,7 @@ def test_rows_of_one_batch_do_not_depend_on_each_other(op: str) -> None:
         compare(f"row {row}", function(**alone), together[row : row + 1])
 
 
-@pytest.mark.parametrize("variant", [v for v in VARIANTS if v.op == "route"], ids=lambda v: v.op)
+@pytest.mark.parametrize("variant", variants("route"), ids=lambda v: v.name)
 def test_routes_of_a_nan_row_stay_in_range_and_distinct(variant: Implementation) -> None:
     logits = torch.randn(3, 14)
     logits[1, 4] = float("nan")

@@ -1,0 +1,348 @@
+// Decode kernels for CPU, float32, one thread: each replaces dozens of small tensor calls.
+// Plain C interface, no torch headers; built on demand by native.py, which also checks every
+// argument. Meaning: ops/reference. All arrays are contiguous unless a comment says otherwise.
+
+#include <cmath>
+#include <cstdint>
+#include <cstring>
+
+namespace {
+
+// exp with at most 2 ulp error; branch-free, so loops over it vectorise. NaN stays NaN.
+inline float fast_exp(float x) {
+    x = x < -87.3f ? -87.3f : x;
+    x = x > 88.7f ? 88.7f : x;
+    const float n = __builtin_rintf(x * 1.44269504088896341f);
+    float r = x - n * 0.693359375f;
+    r = r - n * -2.12194440e-4f;
+    float p = 1.9875691500e-4f;
+    p = p * r + 1.3981999507e-3f;
+    p = p * r + 8.3334519073e-3f;
+    p = p * r + 4.1665795894e-2f;
+    p = p * r + 1.6666665459e-1f;
+    p = p * r + 5.0000001201e-1f;
+    p = p * r * r + r + 1.0f;
+    // 2^n in two factors, so that n = 128 does not overflow the exponent field.
+    const int32_t whole = static_cast<int32_t>(n), half = whole >> 1;
+    const int32_t a = (half + 127) << 23, b = (whole - half + 127) << 23;
+    float fa, fb;
+    std::memcpy(&fa, &a, 4);
+    std::memcpy(&fb, &b, 4);
+    return p * fa * fb;
+}
+
+inline float sigmoid(float x) { return 1.0f / (1.0f + fast_exp(-x)); }
+inline float silu(float x) { return x * sigmoid(x); }
+
+inline float dot(const float* a, const float* b, int64_t n) {
+    float sum = 0.0f;
+#pragma omp simd reduction(+ : sum)
+    for (int64_t i = 0; i < n; ++i) sum += a[i] * b[i];
+    return sum;
+}
+
+inline float inverse_rms(const float* x, int64_t n, float eps) {
+    return 1.0f / std::sqrt(dot(x, x, n) / static_cast<float>(n) + eps);
+}
+
+// y[n] += a * x[n]
+inline void axpy(float* y, float a, const float* x, int64_t n) {
+#pragma omp simd
+    for (int64_t i = 0; i < n; ++i) y[i] += a * x[i];
+}
+
+}  // namespace
+
+extern "C" {
+
+// streams [T,S,H]; scale [S,H]; down [S*H, R+I] and up [R, S*H] (both column-major weights);
+// mixed [T,H]; inject [T,I] with I = S or 0; scratch [2*S*H + R + I].
+void nrank_hyper_mix(const float* streams, const float* scale, const float* down, const float* up,
+                     float* mixed, float* inject, float* scratch, int64_t T, int64_t S, int64_t H,
+                     int64_t R, int64_t I, float eps) {
+    const int64_t width = S * H, outs = R + I;
+    float *normed = scratch, *gate = scratch + width, *low = scratch + 2 * width;
+    for (int64_t t = 0; t < T; ++t) {
+        const float* x = streams + t * width;
+        for (int64_t s = 0; s < S; ++s) {
+            const float r = inverse_rms(x + s * H, H, eps);
+#pragma omp simd
+            for (int64_t h = 0; h < H; ++h) normed[s * H + h] = x[s * H + h] * r * scale[s * H + h];
+        }
+        std::memset(low, 0, outs * sizeof(float));
+        for (int64_t k = 0; k < width; ++k) axpy(low, normed[k], down + k * outs, outs);
+        for (int64_t i = 0; i < I; ++i) inject[t * I + i] = 2.0f * sigmoid(low[R + i]);
+        std::memset(gate, 0, width * sizeof(float));
+        for (int64_t r = 0; r < R; ++r) axpy(gate, silu(low[r]), up + r * width, width);
+        float* out = mixed + t * H;
+        const float share = 1.0f / static_cast<float>(S);
+        std::memset(out, 0, H * sizeof(float));
+        for (int64_t s = 0; s < S; ++s) {
+#pragma omp simd
+            for (int64_t h = 0; h < H; ++h)
+                out[h] += share * sigmoid(gate[s * H + h]) * normed[s * H + h];
+        }
+    }
+}
+
+// streams [T,S,H] += inject [T,S] x y [T,H]
+void nrank_hyper_inject(float* streams, const float* inject, const float* y, int64_t T, int64_t S,
+                        int64_t H) {
+    for (int64_t t = 0; t < T; ++t)
+        for (int64_t s = 0; s < S; ++s)
+            axpy(streams + (t * S + s) * H, inject[t * S + s], y + t * H, H);
+}
+
+// x [B,C] with row stride x_stride; weight [C,K]; windows [slots,W,C], W = (K-1)*dilation; y [B,C].
+void nrank_conv_step(const float* x, int64_t x_stride, const float* weight, float* windows,
+                     const int64_t* slots, float* y, int64_t B, int64_t C, int64_t K,
+                     int64_t dilation) {
+    const int64_t rows = (K - 1) * dilation;
+    for (int64_t b = 0; b < B; ++b) {
+        float *window = windows + slots[b] * rows * C, *out = y + b * C;
+        const float* now = x + b * x_stride;
+#pragma omp simd
+        for (int64_t c = 0; c < C; ++c) out[c] = weight[c * K + K - 1] * now[c];
+        for (int64_t k = 0; k + 1 < K; ++k) {
+            const float* past = window + k * dilation * C;
+#pragma omp simd
+            for (int64_t c = 0; c < C; ++c) out[c] += weight[c * K + k] * past[c];
+        }
+#pragma omp simd
+        for (int64_t c = 0; c < C; ++c) out[c] = silu(out[c]);
+        std::memmove(window, window + C, (rows - 1) * C * sizeof(float));
+        std::memcpy(window + (rows - 1) * C, now, C * sizeof(float));
+    }
+}
+
+// q, k [B,Hk,dk] with row stride qk_stride; v [B,Hv,dv] with row stride v_stride; g, beta [B,Hv];
+// key_head [Hv]; states [slots,Hv,dk,dv]; o [B,Hv,dv]; scratch [2*Hk*dk + dv].
+void nrank_delta_step(const float* q, const float* k, int64_t qk_stride, const float* v,
+                      int64_t v_stride, const float* g, const float* beta, const int64_t* key_head,
+                      float* states, const int64_t* slots, float* o, float* scratch, int64_t B,
+                      int64_t Hk, int64_t Hv, int64_t dk, int64_t dv) {
+    float *query = scratch, *key = scratch + Hk * dk, *delta = scratch + 2 * Hk * dk;
+    const float root = 1.0f / std::sqrt(static_cast<float>(dk));
+    for (int64_t b = 0; b < B; ++b) {
+        for (int64_t h = 0; h < Hk; ++h) {
+            const float *qh = q + b * qk_stride + h * dk, *kh = k + b * qk_stride + h * dk;
+            const float qr = root / std::sqrt(dot(qh, qh, dk) + 1e-6f);
+            const float kr = 1.0f / std::sqrt(dot(kh, kh, dk) + 1e-6f);
+#pragma omp simd
+            for (int64_t i = 0; i < dk; ++i) {
+                query[h * dk + i] = qh[i] * qr;
+                key[h * dk + i] = kh[i] * kr;
+            }
+        }
+        for (int64_t h = 0; h < Hv; ++h) {
+            float *S = states + (slots[b] * Hv + h) * dk * dv, *out = o + (b * Hv + h) * dv;
+            const float *qh = query + key_head[h] * dk, *kh = key + key_head[h] * dk;
+            const float *vh = v + b * v_stride + h * dv, decay = fast_exp(g[b * Hv + h]);
+            std::memset(delta, 0, dv * sizeof(float));
+            for (int64_t i = 0; i < dk; ++i) {
+#pragma omp simd
+                for (int64_t j = 0; j < dv; ++j) {
+                    S[i * dv + j] *= decay;
+                    delta[j] += kh[i] * S[i * dv + j];
+                }
+            }
+            const float strength = beta[b * Hv + h];
+#pragma omp simd
+            for (int64_t j = 0; j < dv; ++j) delta[j] = strength * (vh[j] - delta[j]);
+            std::memset(out, 0, dv * sizeof(float));
+            for (int64_t i = 0; i < dk; ++i) {
+#pragma omp simd
+                for (int64_t j = 0; j < dv; ++j) {
+                    S[i * dv + j] += kh[i] * delta[j];
+                    out[j] += qh[i] * S[i * dv + j];
+                }
+            }
+        }
+    }
+}
+
+// a, b [N,H] with row stride; a_log, dt_bias [H]; g, beta [N,H].
+void nrank_delta_gates(const float* a, const float* b, int64_t stride, const float* a_log,
+                       const float* dt_bias, float* g, float* beta, int64_t N, int64_t H) {
+    for (int64_t n = 0; n < N; ++n)
+        for (int64_t h = 0; h < H; ++h) {
+            const float x = a[n * stride + h] + dt_bias[h];
+            const float soft = x > 20.0f ? x : std::log1p(std::exp(x));
+            g[n * H + h] = -std::exp(a_log[h]) * soft;
+            beta[n * H + h] = sigmoid(b[n * stride + h]);
+        }
+}
+
+// x [rows,d] contiguous; gate [rows,d] in groups of `heads` rows a token with token stride.
+void nrank_gated_norm(const float* x, const float* weight, const float* gate, int64_t gate_stride,
+                      float* y, int64_t tokens, int64_t heads, int64_t d, float eps, int is_silu) {
+    for (int64_t t = 0; t < tokens; ++t)
+        for (int64_t h = 0; h < heads; ++h) {
+            const float *in = x + (t * heads + h) * d, *z = gate + t * gate_stride + h * d;
+            const float r = inverse_rms(in, d, eps);
+            float* out = y + (t * heads + h) * d;
+#pragma omp simd
+            for (int64_t i = 0; i < d; ++i) {
+                const float s = sigmoid(z[i]);
+                out[i] = in[i] * r * weight[i] * (is_silu ? z[i] * s : s);
+            }
+        }
+}
+
+// logits [T,E] with row stride; weights [T,k]; ids [T,k]. Ties go to the lowest id. scratch [E].
+void nrank_route(const float* logits, int64_t stride, float* weights, int64_t* ids, float* scratch,
+                 int64_t T, int64_t E, int64_t k, int normalise) {
+    for (int64_t t = 0; t < T; ++t) {
+        const float* row = logits + t * stride;
+        float top = row[0], sum = 0.0f, chosen = 0.0f;
+        for (int64_t e = 1; e < E; ++e) top = row[e] > top ? row[e] : top;
+        for (int64_t e = 0; e < E; ++e) sum += scratch[e] = fast_exp(row[e] - top);
+        for (int64_t e = 0; e < E; ++e) scratch[e] /= sum;
+        for (int64_t i = 0; i < k; ++i) {
+            int64_t best = -1;
+            for (int64_t e = 0; e < E; ++e)
+                if (scratch[e] >= 0.0f && (best < 0 || scratch[e] > scratch[best])) best = e;
+            if (best < 0) best = i;  // all NaN: any ids in range, the row is caught by its logits
+            ids[t * k + i] = best;
+            weights[t * k + i] = scratch[best];
+            chosen += scratch[best];
+            scratch[best] = -1.0f;
+        }
+        if (normalise)
+            for (int64_t i = 0; i < k; ++i) weights[t * k + i] /= chosen;
+    }
+}
+
+// x [T,H]; weights, local [T,k] (local < 0: a peer's expert); gate_up [El,2I,H]; down [El,H,I];
+// out [T,H]; scratch [I].
+void nrank_moe(const float* x, const float* weights, const int64_t* local, const float* gate_up,
+               const float* down, float* out, float* scratch, int64_t T, int64_t k, int64_t H,
+               int64_t I) {
+    for (int64_t t = 0; t < T; ++t) {
+        const float* in = x + t * H;
+        float* y = out + t * H;
+        std::memset(y, 0, H * sizeof(float));
+        for (int64_t r = 0; r < k; ++r) {
+            const int64_t expert = local[t * k + r];
+            if (expert < 0) continue;
+            const float *gate = gate_up + expert * 2 * I * H, *up = gate + I * H;
+            const float weight = weights[t * k + r];
+            for (int64_t i = 0; i < I; ++i)
+                scratch[i] = weight * silu(dot(gate + i * H, in, H)) * dot(up + i * H, in, H);
+            const float* out_weight = down + expert * H * I;
+            for (int64_t h = 0; h < H; ++h) y[h] += dot(out_weight + h * I, scratch, I);
+        }
+    }
+}
+
+// x [rows,d] in groups of `inner` contiguous rows, `stride` elements from group to group.
+void nrank_rms_norm(const float* x, int64_t stride, const float* scale, float* y, int64_t groups,
+                    int64_t inner, int64_t d, float eps) {
+    for (int64_t g = 0; g < groups; ++g)
+        for (int64_t i = 0; i < inner; ++i) {
+            const float* in = x + g * stride + i * d;
+            const float r = inverse_rms(in, d, eps);
+            float* out = y + (g * inner + i) * d;
+#pragma omp simd
+            for (int64_t j = 0; j < d; ++j) out[j] = in[j] * r * scale[j];
+        }
+}
+
+// x, y [T,heads,d]; cos, sin [T,rotary]: rotate-half over the first `rotary` dimensions.
+void nrank_rope(const float* x, const float* cos, const float* sin, float* y, int64_t T,
+                int64_t heads, int64_t d, int64_t rotary) {
+    const int64_t half = rotary / 2;
+    for (int64_t t = 0; t < T; ++t)
+        for (int64_t h = 0; h < heads; ++h) {
+            const float *in = x + (t * heads + h) * d, *c = cos + t * rotary, *s = sin + t * rotary;
+            float* out = y + (t * heads + h) * d;
+#pragma omp simd
+            for (int64_t i = 0; i < half; ++i) {
+                out[i] = in[i] * c[i] - in[half + i] * s[i];
+                out[half + i] = in[half + i] * c[half + i] + in[i] * s[half + i];
+            }
+            std::memcpy(out + rotary, in + rotary, (d - rotary) * sizeof(float));
+        }
+}
+
+// ids [n]; table [rows,w]; y [n,w]: row id - start, zeros where another rank owns it.
+void nrank_table_rows(const float* table, const int64_t* ids, float* y, int64_t n, int64_t rows,
+                      int64_t w, int64_t start) {
+    for (int64_t i = 0; i < n; ++i) {
+        const int64_t row = ids[i] - start;
+        if (row >= 0 && row < rows)
+            std::memcpy(y + i * w, table + row * w, w * sizeof(float));
+        else
+            std::memset(y + i * w, 0, w * sizeof(float));
+    }
+}
+
+// history [B,ctx+Q] -> ids [B,Q,n_heads], n_heads = (n-1)*per; multipliers [n].
+void nrank_ngram_ids(const int64_t* history, const int64_t* multipliers, const int64_t* sizes,
+                     const int64_t* offsets, int64_t* ids, int64_t B, int64_t Q, int64_t ctx,
+                     int64_t n, int64_t per, int64_t eos) {
+    for (int64_t b = 0; b < B; ++b)
+        for (int64_t q = 0; q < Q; ++q) {
+            const int64_t* now = history + b * (ctx + Q) + ctx + q;
+            int64_t mixed = now[0] * multipliers[0], *out = ids + (b * Q + q) * (n - 1) * per;
+            bool ended = false;  // an end token since: what lies before it is replaced by it
+            for (int64_t back = 1; back < n; ++back) {
+                ended = ended || now[-back] == eos;
+                mixed ^= (ended ? eos : now[-back]) * multipliers[back];
+                for (int64_t h = (back - 1) * per; h < back * per; ++h)
+                    out[h] = mixed % sizes[h] + offsets[h];
+            }
+        }
+}
+
+// gate_up [T,2I] with row stride; gate [T] with stride: silu(g) * u * sigmoid(gate) -> y [T,I].
+void nrank_gated_swiglu(const float* gate_up, int64_t stride, const float* gate,
+                        int64_t gate_stride, float* y, int64_t T, int64_t I) {
+    for (int64_t t = 0; t < T; ++t) {
+        const float *g = gate_up + t * stride, *u = g + I, share = sigmoid(gate[t * gate_stride]);
+#pragma omp simd
+        for (int64_t i = 0; i < I; ++i) y[t * I + i] = silu(g[i]) * u[i] * share;
+    }
+}
+
+// query, out [B,Q,nq,d]; pools [pages,page,nkv,d]; table [B,P] with row stride; positions [B,Q];
+// blocks [B,Q,K] or null (all tokens up to the position); groups [nkv]; scratch: scores and token
+// slots of the longest row.
+void nrank_attention(const float* query, const float* k_pool, const float* v_pool,
+                     const int64_t* table, int64_t table_stride, const int64_t* positions,
+                     const int64_t* blocks, const int64_t* groups, float* out, float* scores,
+                     int64_t* slots, int64_t B, int64_t Q, int64_t nq, int64_t nkv, int64_t d,
+                     int64_t page, int64_t K, int64_t block, float scale) {
+    for (int64_t row = 0; row < B * Q; ++row) {
+        const int64_t position = positions[row], *pages = table + row / Q * table_stride;
+        float* o = out + row * nq * d;
+        std::memset(o, 0, nq * d * sizeof(float));
+        if (position < 0) continue;
+        int64_t n = 0, tail = 0;
+        if (blocks) {
+            for (int64_t i = 0; i < K; ++i) {
+                const int64_t id = blocks[row * K + i];
+                for (int64_t t = id * block; id >= 0 && t < (id + 1) * block; ++t)
+                    slots[n++] = pages[t / page] * page + t % page;
+            }
+            tail = (position + 1) / block * block;
+        }
+        for (int64_t t = tail; t <= position; ++t) slots[n++] = pages[t / page] * page + t % page;
+        int64_t head = 0;
+        for (int64_t kv = 0; kv < nkv; ++kv)
+            for (int64_t i = 0; i < groups[kv]; ++i, ++head) {
+                const float* qh = query + (row * nq + head) * d;
+                float top = -INFINITY, sum = 0.0f;
+                for (int64_t t = 0; t < n; ++t) {
+                    scores[t] = scale * dot(qh, k_pool + (slots[t] * nkv + kv) * d, d);
+                    top = scores[t] > top ? scores[t] : top;
+                }
+#pragma omp simd reduction(+ : sum)
+                for (int64_t t = 0; t < n; ++t) sum += scores[t] = fast_exp(scores[t] - top);
+                for (int64_t t = 0; t < n; ++t)
+                    axpy(o + head * d, scores[t] / sum, v_pool + (slots[t] * nkv + kv) * d, d);
+            }
+    }
+}
+
+}  // extern "C"
