@@ -255,16 +255,15 @@ def gated_swiglu(g: Geometry, batch: int) -> Iterable[Arguments]:
 
 def ngram_ids(g: Geometry, batch: int) -> Iterable[Arguments]:
     """Decode rows and chunks; end tokens anywhere; products up to the largest int64."""
-    eos, order, heads = 40, 3, 4
+    eos, multipliers = 40, torch.tensor([2**63 // 41 - 6, 2**62 // 41, 2**63 // 41 - 48, 3])
     sizes = torch.tensor([1009, 1013, 1019, 1021, 1031, 1033, 1039, 1049])
-    for length in (order, order + 6):
-        history = torch.randint(0, eos + 1, (batch, length))
+    for order, heads, queries in ((3, 4, 1), (3, 4, 9), (2, 1, 1), (4, 2, 5)):
+        history = torch.randint(0, eos + 1, (batch, order - 1 + queries))
         history[:, ::2][torch.rand(history[:, ::2].shape) < 0.3] = eos
         yield {
-            "history": history, "eos": eos,
-            "multipliers": torch.tensor([2**63 // 41 - 6, 2**62 // 41 + 12345, 2**63 // 41 - 48]),
+            "history": history, "eos": eos, "multipliers": multipliers[:order],
             "vocab_sizes": sizes[: (order - 1) * heads],
-            "offsets": torch.cat((torch.zeros(1, dtype=torch.int64), sizes.cumsum(0)[:-1])),
+            "offsets": (sizes.cumsum(0) - sizes)[: (order - 1) * heads],
         }  # fmt: skip
 
 
