@@ -86,9 +86,11 @@ def _refuse_unsupported(cfg: ConfigReader) -> None:
 
 
 def _layers(cfg: ConfigReader) -> tuple[LayerSpec, ...]:
-    types = _layer_types(cfg)
-    channel = _moe(cfg)
-    recurrent = _gated_delta(cfg) if RECURRENT in types else None
+    types = layer_types(cfg, (RECURRENT, *ATTENTION))
+    channel = moe_spec(cfg)
+    recurrent = (
+        gated_delta_spec(cfg, cfg.get("hidden_act") or "silu") if RECURRENT in types else None
+    )
     attention = _sparse_attention(cfg) if set(types) & set(ATTENTION) else None
     ngrams = _ngrams(cfg, len(types))
     layers = []
@@ -99,29 +101,29 @@ def _layers(cfg: ConfigReader) -> tuple[LayerSpec, ...]:
     return tuple(layers)
 
 
-def _layer_types(cfg: ConfigReader) -> tuple[str, ...]:
+def layer_types(cfg: ConfigReader, known: tuple[str, ...]) -> tuple[str, ...]:
+    """The mixer names of all layers: listed, or the second of `known` at every interval."""
     count = cfg.whole("num_hidden_layers")
     types = cfg.get("layer_types")
     if types is None:
         interval = cfg.whole("full_attention_interval", 4)
-        return tuple(ATTENTION[0] if (i + 1) % interval == 0 else RECURRENT for i in range(count))
+        return tuple(known[1] if (i + 1) % interval == 0 else known[0] for i in range(count))
     if not isinstance(types, list) or len(types) != count:
         raise bad_key("layer_types", types, f"a list of num_hidden_layers = {count} names")
     for kind in types:
-        if kind not in (RECURRENT, *ATTENTION):
-            raise bad_key("layer_types", kind, ", ".join((RECURRENT, *ATTENTION)))
+        if kind not in known:
+            raise bad_key("layer_types", kind, ", ".join(known))
     return tuple(types)
 
 
-def _gated_delta(cfg: ConfigReader) -> GatedDeltaSpec:
-    activation = cfg.get("hidden_act") or "silu"
+def gated_delta_spec(cfg: ConfigReader, default_gate: str) -> GatedDeltaSpec:
     spec = GatedDeltaSpec(
         num_key_heads=cfg.whole("linear_num_key_heads", 16),
         num_value_heads=cfg.whole("linear_num_value_heads", 32),
         key_dim=cfg.whole("linear_key_head_dim", 128),
         value_dim=cfg.whole("linear_value_head_dim", 128),
         conv_kernel=cfg.whole("linear_conv_kernel_dim", 4, least=2),
-        gate_activation=cfg.text("output_gate_type", activation, ("sigmoid", "silu")),
+        gate_activation=cfg.text("output_gate_type", default_gate, ("sigmoid", "silu")),
     )
     if spec.num_value_heads % spec.num_key_heads:
         limit = f"a multiple of linear_num_key_heads {spec.num_key_heads}"
@@ -158,7 +160,7 @@ def _sparse_attention(cfg: ConfigReader) -> SparseAttentionSpec:
     return spec
 
 
-def _moe(cfg: ConfigReader) -> MoeSpec:
+def moe_spec(cfg: ConfigReader) -> MoeSpec:
     spec = MoeSpec(
         num_experts=cfg.whole("num_experts"),
         top_k=cfg.whole("num_experts_per_tok"),
@@ -223,5 +225,5 @@ def _draft_layers(cfg: ConfigReader, headers: CheckpointHeaders | None) -> tuple
         count = max(count, 1) if on_disk else 0
     if count == 0:
         return ()
-    attention, channel = _sparse_attention(cfg), _moe(cfg)
+    attention, channel = _sparse_attention(cfg), moe_spec(cfg)
     return tuple(LayerSpec(index, attention, channel) for index in range(count))

@@ -61,12 +61,12 @@ def disk_tensors(
     draft_tensors = tuple(_draft(names, drafts, len(layers))) if drafts else ()
 
     def ignores(name: str) -> bool:
-        return _is_ignored(name, tied, head)
+        return is_ignored(name, tied, head)
 
     return settle_tensors(tensors, draft_tensors, headers, config, ignores)
 
 
-def _is_ignored(name: str, tied: bool, head: str) -> bool:
+def is_ignored(name: str, tied: bool, head: str) -> bool:
     """Vision weights, a draft tensor that nothing uses, and a stored copy of a tied head."""
     if tied and name == head:
         return True

@@ -9,14 +9,17 @@ from typing import Any
 from placement.errors import CheckpointError
 from placement.formats import parse_format
 from placement.headers import CheckpointHeaders, read_headers, read_json
-from placement.models import qwen4_exp
+from placement.models import glm5_next, qwen3_5_moe, qwen4_exp
 from placement.models.quantised import with_format
 from placement.spec import ModelSpec
 
 Adapter = Callable[
     [str, Mapping[str, Any], Mapping[str, Any] | None, CheckpointHeaders | None], ModelSpec
 ]
-ADAPTERS: Mapping[str, Adapter] = dict.fromkeys(qwen4_exp.MODEL_TYPES, qwen4_exp.build_spec)
+FAMILIES = (qwen4_exp, qwen3_5_moe, glm5_next)
+ADAPTERS: Mapping[str, Adapter] = {
+    model_type: family.build_spec for family in FAMILIES for model_type in family.MODEL_TYPES
+}
 
 
 def load_model_spec(model_dir: str) -> tuple[ModelSpec, CheckpointHeaders]:
