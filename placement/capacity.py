@@ -10,18 +10,20 @@ from dataclasses import dataclass, field, replace
 from itertools import islice
 
 from placement.config import EngineConfig
-from placement.formats import FORMATS, FormatRule, parse_format
+from placement.formats import FORMATS, parse_format
 from placement.headers import CheckpointHeaders
 from placement.ledger import TablePlace
+from placement.models.quantised import with_format
 from placement.plan import Plan, PlanOptions, checked_topology, make_plan, size_gang
 from placement.sizing import Sizing
-from placement.spec import Component, ModelSpec, TensorSpec
+from placement.spec import Component, ModelSpec
 
 MAX_SEQUENCES = 1 << 16
 MAX_TRIED_RANKS = 64
 NUM_REMEDIES = 2
-# Formats that a remedy may propose, in the order of what they lose.
-SMALLER_FORMATS = ("w8_sym", "w4g32", "w4g128", "w2")
+# Formats that a remedy may propose, in the order of what they lose; none of 2 bits, which needs
+# more care than a remedy can promise.
+SMALLER_FORMATS = ("w8_sym", "w4g32", "w4g128")
 
 
 @dataclass(frozen=True)
@@ -222,23 +224,12 @@ def _smaller_formats(question: Question) -> Iterator[Change]:
     bits = min(t.format.bits if t.format else 16 for t in banks)
     for name in SMALLER_FORMATS:
         if FORMATS[name].bits < bits:
-            spec = with_expert_format(question.spec, parse_format(name))
+            spec = with_format(question.spec, parse_format(name))
             yield Change(
                 "format",
                 f"routed experts in {name} (--format {name}, needs a converted checkpoint)",
                 replace(question, spec=spec),
             )
-
-
-def with_expert_format(spec: ModelSpec, rule: FormatRule) -> ModelSpec:
-    """The model with its routed experts in another format; the draft head's stay."""
-
-    def changed(tensor: TensorSpec) -> TensorSpec:
-        if tensor.component is not Component.ROUTED_EXPERTS:
-            return tensor
-        return replace(tensor, format=rule.of_layer(tensor.expert_layer))
-
-    return replace(spec, tensors=tuple(map(changed, spec.tensors)))
 
 
 def _more_ranks(question: Question) -> Iterator[Change]:

@@ -202,15 +202,19 @@ def size_gang(
     return chosen, sizing
 
 
-def require_fits(plan: Plan) -> None:
-    """PlanError naming the fullest rank, the ledger row and the missing bytes."""
+def require_fits(plan: Plan, remedies: Sequence[str] = ()) -> None:
+    """PlanError naming the fullest rank, the ledger row and the missing bytes.
+
+    `remedies` are changes that were tried and make it fit; without them the message is general.
+    """
     short = plan.shortfall
     if short is None:
         return
     rank = plan.ranks[short.rank]
+    fits_with = f"it fits with {', or with '.join(remedies)}" if remedies else _remedy(short.row)
     raise PlanError(
         f"rank {short.rank} does not fit: {short.row} needs {short.bytes} bytes more than the "
-        f"{rank.usable_bytes} usable ({rank.planned_bytes} planned); {_remedy(short.row)}",
+        f"{rank.usable_bytes} usable ({rank.planned_bytes} planned); {fits_with}",
         rank=short.rank,
         row=short.row,
         missing_bytes=short.bytes,
