@@ -26,7 +26,7 @@ DTYPE_BITS: Mapping[str, int] = {
 }  # fmt: skip
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TensorHeader:
     """One tensor on disk: `file` is a full path, `offset` the absolute byte of its start."""
 

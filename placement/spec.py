@@ -64,7 +64,7 @@ class Split:
     segments: tuple[Segment, ...] = ()
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class Piece:
     """A tensor on disk: the box at `origin` of the logical tensor that it fills.
 

@@ -92,6 +92,14 @@ def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
     return found or None
 
 
+def without_quantisation(config: Mapping[str, Any]) -> dict[str, Any]:
+    """The config of the same model in plain floats."""
+    plain = {key: value for key, value in config.items() if key != "quantization_config"}
+    if isinstance(plain.get("text_config"), Mapping):
+        plain["text_config"] = without_quantisation(plain["text_config"])
+    return plain
+
+
 def _of_config(
     tensors: Sequence[TensorSpec],
     drafts: Sequence[TensorSpec],

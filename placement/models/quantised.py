@@ -111,7 +111,7 @@ def _attach(tensor: TensorSpec, layouts: Sequence[Layout], found: Formatted) -> 
     """The spec with its codes' names, and a spec for each kind of scale."""
     first = layouts[0]
     pieces = tuple(
-        replace(piece, name=layout.name, shape=layout.shape)
+        Piece(layout.name, layout.shape, piece.origin)
         for piece, layout in zip(tensor.pieces, layouts, strict=True)
     )
     formatted = replace(tensor, pieces=pieces, format=first.format, packed=first.packed)

@@ -10,6 +10,7 @@ from placement.errors import CheckpointError
 from placement.formats import parse_format
 from placement.headers import CheckpointHeaders, read_headers, read_json
 from placement.models import glm5_next, qwen3_5_moe, qwen4_exp
+from placement.models.assembly import without_quantisation
 from placement.models.quantised import with_format
 from placement.spec import ModelSpec
 
@@ -43,10 +44,13 @@ def spec_from_config(
 
     `headers` may come from a dump (`read_header_dump`); without them the tensors are those of a
     plain export, or of the FP8 release that the config describes. `format` (see `parse_format`)
-    plans the routed experts in another format. The end tokens are those of the config.
+    plans the routed experts in another format; without headers all else is then plain, whatever
+    the config says. The end tokens are those of the config.
     """
     rule = parse_format(format) if format is not None else None
     config = read_json(config_path)
+    if rule is not None and headers is None:
+        config = without_quantisation(config)
     name = os.path.basename(os.path.dirname(os.path.abspath(config_path))) or "model"
     adapter = _adapter(config_path, config)
     spec = adapter(name, config, None, headers)

@@ -6,6 +6,7 @@ import json
 import shutil
 import struct
 from collections.abc import Callable, Mapping
+from functools import cache
 from math import prod
 from pathlib import Path
 from typing import Any
@@ -14,8 +15,8 @@ import pytest
 
 from placement.headers import DTYPE_BITS, CheckpointHeaders, TensorHeader
 from placement.models.qwen4_exp import build_spec
-from placement.models.registry import load_model_spec
-from placement.spec import DTypeRule, ModelSpec
+from placement.models.registry import load_model_spec, spec_from_config
+from placement.spec import DTypeRule, ModelSpec, TensorSpec
 
 ModelAndHeaders = tuple[ModelSpec, CheckpointHeaders]
 Entries = Mapping[str, tuple[str, tuple[int, ...]]]  # name -> dtype, shape
@@ -175,3 +176,102 @@ def real(
         extra={"model.visual.blocks.0.attn.qkv.weight": ("BF16", (3456, 1152))},
     )
     return build_spec("flash-next", real_config, None, headers), headers
+
+
+# Vision towers of the published checkpoints, which hold them beside the text model. Shapes follow
+# the vision models of transformers 5.24 with the values of the public configs.
+def _qwen_vision(out: int) -> dict[str, tuple[int, ...]]:
+    width, inner, merged = 1152, 4304, 4 * 1152
+    block = {
+        "norm1": (width,), "norm2": (width,), "attn.qkv": (3 * width, width),
+        "attn.proj": (width, width), "mlp.linear_fc1": (inner, width),
+        "mlp.linear_fc2": (width, inner),
+    }  # fmt: skip
+    parts = {f"blocks.{i}.{name}": shape for i in range(27) for name, shape in block.items()}
+    parts |= {
+        "patch_embed.proj": (width, 3, 2, 16, 16), "merger.norm": (width,),
+        "merger.linear_fc1": (merged, merged), "merger.linear_fc2": (out, merged),
+    }  # fmt: skip
+    biased = {f"{name}.bias": shape[:1] for name, shape in parts.items()}
+    weights = {f"{name}.weight": shape for name, shape in parts.items()}
+    return {**weights, **biased, "pos_embed.weight": (2304, width)}
+
+
+def _glm_vision() -> dict[str, tuple[int, ...]]:
+    width, inner, out, wide = 1024, 4096, 4096, 10240
+    block = {
+        "attn.qkv": (3 * width, width), "attn.proj": (width, width),
+        "mlp.gate_proj": (inner, width), "mlp.up_proj": (inner, width),
+        "mlp.down_proj": (width, inner),
+    }  # fmt: skip
+    parts = {f"blocks.{i}.{name}": shape for i in range(24) for name, shape in block.items()}
+    parts |= {"patch_embed.proj": (width, 3, 2, 14, 14), "downsample": (out, width, 2, 2)}
+    parts["merger.post_projection_norm"] = (out,)
+    biased = {f"{name}.bias": shape[:1] for name, shape in parts.items()}
+    norms = {"norm1": width, "norm2": width, "attn.q_norm": 64, "attn.k_norm": 64}
+    parts |= {f"blocks.{i}.{name}": (size,) for i in range(24) for name, size in norms.items()}
+    parts |= {
+        "merger.proj": (out, out), "merger.gate_proj": (wide, out),
+        "merger.up_proj": (wide, out), "merger.down_proj": (out, wide),
+        "post_layernorm": (width,),
+    }  # fmt: skip
+    return {**{f"{name}.weight": shape for name, shape in parts.items()}, **biased}
+
+
+VISION = {
+    "Qwen3.8-Flash-Next": _qwen_vision(2560),
+    "Qwen3.8-Flash-Next-FP8": _qwen_vision(2560),
+    "Qwen3.6-35B-A3B-FP8": _qwen_vision(2048),
+    "GLM-5.3-Flash": _glm_vision(),
+}
+# Small tensors that the published GLM checkpoint keeps in F32, see `total_size` of its index.
+GLM_FLOAT32 = ("A_log", "dt_bias", "e_score_correction_bias", "_base", "_scale")
+
+
+def _disk_dtype(tensor: TensorSpec, name: str) -> str:
+    if tensor.format is not None:
+        return "F8_E4M3"
+    if tensor.dtype is DTypeRule.INT64:
+        return "I64"
+    return "F32" if name.endswith((*GLM_FLOAT32, "weight_scale_inv")) else "BF16"
+
+
+@pytest.fixture(scope="session")
+def config_path() -> Callable[[str], str]:
+    """The `config.json` of a published model."""
+
+    def path(name: str) -> str:
+        return str(Path(__file__).parent / "configs" / name / "config.json")
+
+    return path
+
+
+@pytest.fixture(scope="session")
+def published_headers(config_path: Callable[[str], str]) -> Callable[[str], CheckpointHeaders]:
+    """Headers of a published checkpoint: the names that its config implies, and its vision tower.
+
+    Text tensors come from the spec that the config alone gives; counts and sizes of the whole set
+    are compared with the published ones.
+    """
+
+    @cache
+    def make(name: str) -> CheckpointHeaders:
+        spec = spec_from_config(config_path(name))
+        every = (
+            *spec.tensors, *spec.draft_tensors, *spec.scale_tensors, *spec.draft_scale_tensors,
+        )  # fmt: skip
+        entries: dict[str, tuple[str, tuple[int, ...]]] = {
+            piece.name: (_disk_dtype(tensor, piece.name), piece.shape)
+            for tensor in every
+            for piece in tensor.pieces
+        }
+        entries |= {f"model.visual.{part}": ("BF16", s) for part, s in VISION[name].items()}
+        tensors = {}
+        at = 0
+        for tensor_name, (dtype, shape) in entries.items():
+            nbytes = prod(shape) * DTYPE_BITS[dtype] // 8
+            tensors[tensor_name] = TensorHeader("/pub/model.safetensors", dtype, shape, at, nbytes)
+            at += nbytes
+        return CheckpointHeaders("/pub", tensors, 0)
+
+    return make
