@@ -37,8 +37,8 @@ def explain(plan: Plan) -> str:
         f"context: {plan.context.configured_tokens} configured, "
         f"{plan.context.allocated_tokens} allocated to each of {plan.max_sequences} sequences, "
         f"{plan.context.certified_tokens} certified",
-        f"pages: {plan.num_pages} of {plan.page_tokens} tokens, enough for "
-        f"{plan.full_sequences} sequences at full length; slots: {plan.num_slots}",
+        f"pages: {plan.num_pages} of {plan.page_tokens} tokens; slots: {plan.num_slots}; "
+        f"sequences at full length: {plan.full_sequences}",
         *_estimate(plan),
         *(f"assumed: {text}" for text in plan.assumptions),
     ]

@@ -284,7 +284,7 @@ def _assumptions(
     elif emulated:
         told.append("chip memory is the profile's, not measured; two chips a card")
     if headers is None:
-        told.append("no headers: shapes come from config.json, experts taken as stored fused")
+        told.append("no headers: shapes and formats come from config.json")
     told.append("workspace is an estimate, compare it with the measured bytes after start")
     if profile.collective_buffers > 1:
         told.append(

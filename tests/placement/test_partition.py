@@ -6,13 +6,27 @@ from collections import Counter
 from math import prod
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from placement.config import RankShare
 from placement.errors import ConfigError
 from placement.experts import as_ranges, contiguous_ownership, deal, validate_ownership
 from placement.headers import CheckpointHeaders
 from placement.partition import local_index_ranges, local_shape, make_shares
-from placement.spec import Axis, ModelSpec, TensorSpec
+from placement.spec import (
+    Axis,
+    Component,
+    GatedDeltaSpec,
+    LayerSpec,
+    ModelSpec,
+    MoeSpec,
+    ResidualKind,
+    ResidualSpec,
+    Segment,
+    Split,
+    TensorSpec,
+)
 
 Loaded = tuple[ModelSpec, CheckpointHeaders]
 SHARED_AXES = (Axis.KEY_HEADS, Axis.KV_HEADS)  # two ranks may hold one unit
@@ -162,3 +176,70 @@ def test_real_geometry_covers_everything_once(real: Loaded) -> None:
             assert ends[-1] == whole, tensor.role
         total = sum(prod(local_shape(tensor, share)) for share in shares)
         assert total >= prod(tensor.shape), tensor.role
+
+
+@given(st.integers(0, 600), st.integers(1, 64))
+def test_units_are_dealt_once_and_evenly(units: int, ranks: int) -> None:
+    ranges = deal(units, ranks)
+    assert [u for start, stop in ranges for u in range(start, stop)] == list(range(units))
+    sizes = [stop - start for start, stop in ranges]
+    assert sizes == sorted(sizes, reverse=True)
+    assert max(sizes) - min(sizes) <= 1
+
+
+@settings(deadline=None, max_examples=40)
+@given(
+    ranks=st.integers(1, 40),
+    group=st.integers(1, 6),
+    key_heads=st.integers(1, 8),
+    kv_heads=st.integers(1, 4),
+    vocab=st.integers(1, 50),
+)
+def test_any_rank_count_covers_every_unit_by_its_rule(
+    ranks: int, group: int, key_heads: int, kv_heads: int, vocab: int
+) -> None:
+    """Leaders once; followers on exactly the ranks whose leaders need them; experts once."""
+    segments = {
+        Axis.VALUE_HEADS: key_heads * group, Axis.KEY_HEADS: key_heads,
+        Axis.QUERY_HEADS: kv_heads * group, Axis.KV_HEADS: kv_heads,
+        Axis.VOCAB: vocab, Axis.EXPERTS: 40,
+    }  # fmt: skip
+    spec = _spec_of_axes(segments)
+    shares = make_shares(spec, ranks)
+    for tensor in spec.tensors:
+        (segment,) = tensor.split.segments
+        held = owners(tensor, shares)
+        assert set(held) == set(range(segment.units))
+        leader = {Axis.KEY_HEADS: Axis.VALUE_HEADS, Axis.KV_HEADS: Axis.QUERY_HEADS}.get(
+            segment.axis
+        )
+        for unit, times in held.items():
+            wanted = 1
+            if leader is not None:
+                heads = range(unit * group, (unit + 1) * group)
+                spans = [range(*share.ranges[leader.value]) for share in shares]
+                wanted = sum(any(head in span for head in heads) for span in spans)
+            assert times == wanted, (segment.axis, unit)
+
+
+def _spec_of_axes(segments: dict[Axis, int]) -> ModelSpec:
+    """A model of one layer with one vector for each axis."""
+    tensors = tuple(
+        TensorSpec(
+            axis.value, (units,), Split(0, (Segment(axis, 1, units),)), Component.DENSE, (),
+            expert_layer=0 if axis is Axis.EXPERTS else -1,
+        )
+        for axis, units in segments.items()
+    )  # fmt: skip
+    mixer = GatedDeltaSpec(1, 1, 1, 1, 2, "silu")
+    layer = LayerSpec(0, mixer, MoeSpec(segments[Axis.EXPERTS], 1, 1, 1, True))
+    return ModelSpec(
+        "axes", "test", 1, segments[Axis.VOCAB], 1e-6, 64, "float32",
+        ResidualSpec(ResidualKind.GATED_STREAMS, 2, 1), (layer,), tensors, (), (), 0,
+    )  # fmt: skip
+
+
+def test_layers_beyond_the_model_are_refused(tiny: Loaded) -> None:
+    layer = [list(range(14))]
+    with pytest.raises(ConfigError, match="ownership has 10 layers, tiny-flash-next has 9"):
+        make_shares(tiny[0], 1, [layer] * 10)
