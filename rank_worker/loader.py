@@ -1,15 +1,18 @@
 """Reads one rank's bytes of a checkpoint with `pread`, nothing else, into its own tensors.
 
-Driven by the planned reads of `placement.reads`. Bytes are converted to the run's dtype while
-they arrive, through a bounded staging buffer, so no bank of experts exists twice.
+Driven by the planned reads of `placement.reads`. A few threads read in file order through one
+bounded staging buffer each, and convert to the run's dtype while bytes arrive, so no bank of
+experts exists twice. What was planned and what was read must agree to the byte.
 """
 
 from __future__ import annotations
 
 import os
+import threading
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -18,7 +21,8 @@ from placement.errors import CheckpointError
 from placement.reads import Run, TensorReads
 from placement.spec import DTypeRule
 
-STAGING_BYTES = 8 << 20
+STAGING_BYTES = 4 << 20  # a thread
+READ_THREADS = 4
 _DISK_DTYPES = {
     "F32": torch.float32,
     "BF16": torch.bfloat16,
@@ -29,47 +33,95 @@ _DISK_DTYPES = {
 
 @dataclass
 class LoadCounter:
-    """Bytes that the loader has read so far; polled by other threads."""
+    """Bytes planned and read so far; polled by other threads."""
 
     planned_bytes: int = 0
     read_bytes: int = 0
     seconds: float = 0.0
+    lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def add(self, num_bytes: int) -> None:
+        with self.lock:
+            self.read_bytes += num_bytes
+
+
+@dataclass(frozen=True)
+class _Job:
+    """One read of at most a staging buffer, and where its values go."""
+
+    role: str
+    chunk: Run
+    flat: Tensor  # the whole local tensor, in its final dtype
+    disk_dtype: torch.dtype
 
 
 class Loader:
-    """`load()` returns role -> tensor. One open file descriptor a shard, closed at the end."""
+    """`load()` returns role -> tensor. One open file descriptor a shard, closed at its end.
 
-    def __init__(self, dtype: torch.dtype, counter: LoadCounter) -> None:
-        self.dtype, self.counter = dtype, counter
+    `pace` is called before each read, with its bytes, from several threads; it may block.
+    """
+
+    def __init__(
+        self,
+        dtype: torch.dtype,
+        counter: LoadCounter,
+        pace: Callable[[int], None] | None = None,
+    ) -> None:
+        self.dtype, self.counter, self.pace = dtype, counter, pace
         self._files: dict[str, int] = {}
-        self._staging = memoryview(bytearray(STAGING_BYTES))
+        self._lock = threading.Lock()
+        self._local = threading.local()
 
-    def load(self, reads: Sequence[TensorReads]) -> dict[str, Tensor]:
-        self.counter.planned_bytes += sum(r.run_bytes * r.count for t in reads for r in t.runs)
+    def load(self, reads: Sequence[TensorReads], is_announced: bool = False) -> dict[str, Tensor]:
+        """All tensors of `reads`. Raises CheckpointError, naming file and tensor.
+
+        `is_announced`: the counter's planned bytes have them already.
+        """
+        planned = sum(t.nbytes for t in reads)
+        before = self.counter.read_bytes
+        if not is_announced:
+            self.counter.planned_bytes += planned
         began = time.monotonic()
+        out = {t.role: torch.empty(t.local_shape, dtype=self._target_dtype(t)) for t in reads}
+        jobs = [job for tensor in reads for job in self._jobs(tensor, out[tensor.role])]
+        jobs.sort(key=lambda job: (job.chunk.file, job.chunk.offset))
         try:
-            return {tensor.role: self._tensor(tensor) for tensor in reads}
+            self._run(jobs)
         finally:
             self.counter.seconds += time.monotonic() - began
             for fd in self._files.values():
                 os.close(fd)
             self._files.clear()
-
-    def _tensor(self, reads: TensorReads) -> Tensor:
-        disk_dtype = _DISK_DTYPES[reads.disk_dtype]
-        target = self._target_dtype(reads)
-        out = torch.empty(reads.local_shape, dtype=target)
-        flat, itemsize = out.view(-1), disk_dtype.itemsize
-        for run in reads.runs:
-            for chunk in self._chunks(run, itemsize):
-                raw = self._read(reads.role, run.file, chunk)
-                values = torch.frombuffer(raw, dtype=disk_dtype)
-                self._store(flat, values, chunk, itemsize)
-        if target != disk_dtype and target == torch.float16 and not torch.isfinite(out).all():
-            raise CheckpointError(
-                f"tensor {reads.role} has values beyond float16's 65504: use --dtype float32"
-            )
+        read = self.counter.read_bytes - before
+        if read != planned:
+            raise CheckpointError(f"{read} bytes were read where {planned} were planned")
+        for tensor in reads:
+            _check_range(tensor, out[tensor.role])
         return out
+
+    def _run(self, jobs: Sequence[_Job]) -> None:
+        with ThreadPoolExecutor(READ_THREADS, thread_name_prefix="loader") as pool:
+            futures = [pool.submit(self._work, job) for job in jobs]
+            try:
+                for future in futures:
+                    future.result()
+            except BaseException:
+                pool.shutdown(wait=True, cancel_futures=True)
+                raise
+
+    def _jobs(self, reads: TensorReads, out: Tensor) -> Iterator[_Job]:
+        disk_dtype = _DISK_DTYPES[reads.disk_dtype]
+        flat = out.view(-1)
+        for run in reads.runs:
+            for chunk in self._chunks(run, disk_dtype.itemsize):
+                yield _Job(reads.role, chunk, flat, disk_dtype)
+
+    def _work(self, job: _Job) -> None:
+        if self.pace is not None:
+            self.pace(job.chunk.run_bytes * job.chunk.count)
+        raw = self._read(job.role, job.chunk.file, job.chunk)
+        values = torch.frombuffer(raw, dtype=job.disk_dtype)
+        self._store(job.flat, values, job.chunk, job.disk_dtype.itemsize)
 
     def _target_dtype(self, reads: TensorReads) -> torch.dtype:
         if reads.dtype_rule is DTypeRule.WEIGHT:
@@ -96,11 +148,26 @@ class Loader:
                 part = min(size, run.run_bytes - at)
                 yield Run(run.file, offset + at, part, 1, 0, dest + at, 0)
 
+    def _open(self, file: str) -> int:
+        with self._lock:
+            fd = self._files.get(file)
+            if fd is None:
+                try:
+                    fd = self._files[file] = os.open(file, os.O_RDONLY)
+                except OSError as error:
+                    raise CheckpointError(f"{file} can't be opened: {error.strerror}") from error
+            return fd
+
+    def _staging(self, size: int) -> memoryview:
+        """This thread's buffer; larger only when a single value run needs it."""
+        held: memoryview | None = getattr(self._local, "staging", None)
+        if held is None or len(held) < size:
+            held = self._local.staging = memoryview(bytearray(max(STAGING_BYTES, size)))
+        return held[:size]
+
     def _read(self, role: str, file: str, chunk: Run) -> memoryview:
-        fd = self._files.get(file)
-        if fd is None:
-            fd = self._files[file] = os.open(file, os.O_RDONLY)
-        buffer = self._staging[: chunk.run_bytes * chunk.count]
+        fd = self._open(file)
+        buffer = self._staging(chunk.run_bytes * chunk.count)
         for index in range(chunk.count):
             part = buffer[index * chunk.run_bytes : (index + 1) * chunk.run_bytes]
             self._fill(fd, part, chunk.offset + index * chunk.file_stride, role, file)
@@ -109,14 +176,20 @@ class Loader:
     def _fill(self, fd: int, part: memoryview, offset: int, role: str, file: str) -> None:
         done = 0
         while done < len(part):
-            got = os.preadv(fd, [part[done:]], offset + done)
+            try:
+                got = os.preadv(fd, [part[done:]], offset + done)
+            except OSError as error:
+                raise CheckpointError(
+                    f"{file} can't be read at byte {offset + done}, in tensor {role}: "
+                    f"{error.strerror}"
+                ) from error
             if got == 0:
                 raise CheckpointError(
                     f"{file} ends at byte {os.fstat(fd).st_size}, but tensor {role} goes to "
                     f"byte {offset + len(part)}: the file was truncated, download it again"
                 )
             done += got
-            self.counter.read_bytes += got
+        self.counter.add(done)
 
     @staticmethod
     def _store(flat: Tensor, values: Tensor, chunk: Run, itemsize: int) -> None:
@@ -124,3 +197,13 @@ class Loader:
         stride = chunk.dest_stride // itemsize if chunk.count > 1 else run
         target = torch.as_strided(flat, (chunk.count, run), (stride, 1), first)
         target.copy_(values.view(chunk.count, run))
+
+
+def _check_range(reads: TensorReads, tensor: Tensor) -> None:
+    """Values that the run's dtype can't hold are refused, not turned into infinities."""
+    if tensor.dtype is not torch.float16 or reads.disk_dtype == "F16":
+        return
+    if not torch.isfinite(tensor).all():
+        raise CheckpointError(
+            f"tensor {reads.role} has values beyond float16's 65504: use --dtype float32"
+        )

@@ -19,13 +19,15 @@ from rank_worker.ngram import NgramInjection
 from rank_worker.parts import Parts
 from rank_worker.residual import StreamSite
 from rank_worker.sparse_attention import SparseAttentionMixer
+from rank_worker.weights import WeightSource
 
 
 class Layer:
-    """One layer's parts, built from this rank's weights (which it takes out of `weights`)."""
+    """One layer's parts, built from this rank's weights."""
 
-    def __init__(self, parts: Parts, spec: LayerSpec, weights: dict[str, Tensor]) -> None:
+    def __init__(self, parts: Parts, spec: LayerSpec, source: WeightSource) -> None:
         prefix = f"layers.{spec.index}"
+        weights = source.take(f"{prefix}.")
         self.mixer_site = StreamSite(parts, weights, f"{prefix}.mixer_site")
         self.channel_site = StreamSite(parts, weights, f"{prefix}.channel_site")
         self.mixer: GatedDeltaMixer | SparseAttentionMixer
@@ -40,19 +42,22 @@ class Layer:
         self.ngram: NgramInjection | None = None
         if spec.ngram is not None:
             self.ngram = NgramInjection(parts, spec.ngram, weights, f"{prefix}.ngram")
+        assert not weights, f"unused weights {sorted(weights)}"
 
 
 class Model:
     """All layers of one rank. `forward` returns this rank's logits of the rows asked for."""
 
-    def __init__(self, parts: Parts, weights: dict[str, Tensor], comm: Comm) -> None:
+    def __init__(self, parts: Parts, source: WeightSource, comm: Comm) -> None:
         spec = parts.spec
+        weights = source.take("embed", "head", "final_mixer.")
         self.ops, self.spec, self.comm = parts.ops, spec, comm
         self.first_vocab, _ = parts.share.ranges[Axis.VOCAB]
         self.embed = weights.pop("embed")
         self.head = parts.device.pack_linear(weights.pop("head"))
         self.final_site = StreamSite(parts, weights, "final_mixer")
-        self.layers = [Layer(parts, layer, weights) for layer in spec.layers]
+        self.layers = [Layer(parts, layer, source) for layer in spec.layers]
+        source.check_taken()
         self.rope = _rope_of(spec)
 
     def forward(self, batch: StepBatch) -> Tensor:

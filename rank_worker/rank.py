@@ -31,6 +31,7 @@ from rank_worker.parts import Parts
 from rank_worker.runner import Runner
 from rank_worker.scheduler import Scheduler, SchedulerLimits
 from rank_worker.step_plan import Admit, Opcode, PageUpdate, Row, RowFlag, StepPlan, decode, encode
+from rank_worker.weights import WeightSource
 
 HEARTBEAT_S = 1.0  # an idle rank 0 tells the others at this interval that it lives
 
@@ -78,11 +79,8 @@ class Rank:
         share = plan.ranks[self.rank].share
         reads = plan_reads(spec.tensors, share, headers)
         dtype = parameter_dtype(self.config.dtype)
-        weights = Loader(dtype, self.counter).load(reads)
-        components = {tensor.role: str(tensor.component) for tensor in spec.tensors}
-        for role, tensor in weights.items():
-            row = components[role]
-            self._weight_bytes[row] = self._weight_bytes.get(row, 0) + tensor.nbytes
+        source = WeightSource(Loader(dtype, self.counter), spec.tensors, reads)
+        self._weight_bytes = source.row_bytes
         ops = OpSet(Capability(self.config.device, dtype=dtype), self.config.check_contracts)
         parts = Parts(
             ops, open_device(self.config.device), spec, share, plan.num_pages, plan.page_tokens,
@@ -90,7 +88,7 @@ class Rank:
         )  # fmt: skip
         vocab = tuple(s.ranges[Axis.VOCAB] for s in plan.shares)
         context = plan.context.configured_tokens
-        self.runner = Runner(parts, weights, self.comm, vocab, context)
+        self.runner = Runner(parts, source, self.comm, vocab, context)
         if self.rank == 0:
             self.scheduler = Scheduler(self._limits(plan))
         self.comm.roll_call("loaded", self.config.load_timeout_s)

@@ -12,6 +12,7 @@ from rank_worker.model import Model
 from rank_worker.parts import Parts
 from rank_worker.sampler import Sampler
 from rank_worker.step_plan import StepPlan
+from rank_worker.weights import WeightSource
 
 
 class Runner:
@@ -20,14 +21,13 @@ class Runner:
     def __init__(
         self,
         parts: Parts,
-        weights: dict[str, Tensor],
+        source: WeightSource,
         comm: Comm,
         vocab_ranges: tuple[tuple[int, int], ...],
         context_tokens: int,
     ) -> None:
         self.comm = comm
-        self.model = Model(parts, weights, comm)
-        assert not weights, f"unused weights {sorted(weights)}"
+        self.model = Model(parts, source, comm)
         max_pages = -(-context_tokens // parts.page_tokens)
         self.builder = BatchBuilder(parts.num_slots, max_pages, parts.page_tokens)
         self.sampler = Sampler(parts.ops, comm, vocab_ranges, parts.num_slots)
