@@ -132,10 +132,11 @@ def remedies(question: Question) -> list[tuple[Change, ...]]:
     fewer sequences (others wait), a smaller context (long requests are refused), a smaller format
     of the routed experts (quality, and a conversion), more ranks (chips). All were tried.
     """
-    found: list[tuple[Change, ...]] = [(change,) for change in _changes(question)]
+    singles = islice(_changes(question), NUM_REMEDIES)
+    found: list[tuple[Change, ...]] = [(change,) for change in singles]
     if len(found) < NUM_REMEDIES:
         found += islice(_pairs(question), NUM_REMEDIES - len(found))
-    return found[:NUM_REMEDIES]
+    return found
 
 
 def _pairs(question: Question) -> Iterator[tuple[Change, ...]]:
@@ -242,7 +243,9 @@ def _more_ranks(question: Question) -> Iterator[Change]:
     def on(ranks: int) -> Question:
         return replace(question, config=replace(question.config, ranks=ranks, chips=0))
 
-    low, high = start, most
+    low, high = start, min(2 * start, most)
+    while high < most and not _fits(on(high)):
+        low, high = high, min(2 * high, most)
     if high <= low or not _fits(on(high)):
         return
     while high - low > 1:

@@ -6,13 +6,13 @@ windows) adds. Physical bytes of a tensor are `placement.physical`'s.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Hashable, Iterable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 
 from placement.config import EngineConfig, RankShare
 from placement.partition import local_shape
-from placement.physical import DTYPE_BYTES, FLOAT32_BYTES, tensor_bytes
+from placement.physical import DTYPE_BYTES, FLOAT32_BYTES, TensorBytes, tensor_bytes
 from placement.spec import Axis, Component, DenseSpec, LayerSpec, ModelSpec, TensorSpec, Units
 from placement.topology import PROFILES, ChipProfile
 
@@ -98,16 +98,30 @@ def weight_rows(
     Scales of the draft head stay in its row.
     """
     rows: dict[str, int] = {}
+    known: dict[Hashable, TensorBytes] = {}  # layers are alike: each kind is measured once
     for tensor in tensors:
         if tensor.component is Component.NGRAM_TABLE and table is not TablePlace.DEVICE:
             continue
-        size = tensor_bytes(tensor, local_shape(tensor, share), item_bytes, profile)
-        row = tensor.component
+        kind = _kind(tensor, share)
+        if kind not in known:
+            known[kind] = tensor_bytes(tensor, local_shape(tensor, share), item_bytes, profile)
+        size, row = known[kind], tensor.component
         scale_row = row if row is Component.MTP else Component.SCALES
         _add(rows, row.value, size.payload)
         if size.scales:
             _add(rows, scale_row.value, size.scales)
     return rows
+
+
+def _kind(tensor: TensorSpec, share: RankShare) -> Hashable:
+    """Equal for tensors whose parts take equal bytes on the rank."""
+    layer = tensor.expert_layer
+    experts = len(share.experts[layer]) if layer >= 0 else -1
+    name = tensor.role.rpartition(".")[2]
+    return (
+        name, tensor.shape, tensor.split, tensor.component, tensor.dtype, tensor.format,
+        tensor.stacked, experts,
+    )  # fmt: skip
 
 
 def loaded_tensors(config: EngineConfig, spec: ModelSpec) -> tuple[TensorSpec, ...]:
