@@ -17,6 +17,7 @@ from typing import Any, TypeGuard
 from placement.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
+DUMP_KEY, DUMP_VERSION = "nrank_headers", 1
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -71,13 +72,44 @@ def read_headers(model_dir: str) -> CheckpointHeaders:
     return _read_unindexed(model_dir, files)
 
 
-def read_header_dump(path: str) -> CheckpointHeaders:
-    """Headers of a checkpoint that isn't here: a JSON object of name -> {dtype, shape}.
+def header_dump(headers: CheckpointHeaders) -> dict[str, Any]:
+    """All that `read_header_dump` needs to give the same headers on a machine without the files.
 
-    The same form as a safetensors header, of which `data_offsets` may be left out. Good for a
-    plan, not for a load. Raises CheckpointError.
+    Tensors stand under their file, with absolute byte ranges, beside the file's size.
+    """
+    files: dict[str, dict[str, Any]] = {}
+    for name, header in headers.tensors.items():
+        base = os.path.basename(header.file)
+        if base not in files:
+            files[base] = {"bytes": _file_bytes(header.file), "tensors": {}}
+        span = [header.offset, header.offset + header.nbytes]
+        entry = {"dtype": header.dtype, "shape": list(header.shape), "data_offsets": span}
+        files[base]["tensors"][name] = entry
+    return {
+        DUMP_KEY: DUMP_VERSION,
+        "model_dir": headers.model_dir,
+        "header_bytes": headers.header_bytes,
+        "superseded": list(headers.superseded),
+        "files": files,
+    }
+
+
+def _file_bytes(path: str) -> int:
+    try:
+        return os.stat(path).st_size
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read ({error.strerror})") from error
+
+
+def read_header_dump(path: str) -> CheckpointHeaders:
+    """Headers of a checkpoint that isn't here, as `header_dump` gave them; good for a plan.
+
+    A plain JSON object of name -> {dtype, shape}, the form of one safetensors header, is read too;
+    its `data_offsets` may be left out. Raises CheckpointError.
     """
     entries = read_json(path)
+    if DUMP_KEY in entries:
+        return _read_dump(path, entries)
     entries.pop("__metadata__", None)
     tensors: dict[str, TensorHeader] = {}
     at = 0
@@ -86,6 +118,42 @@ def read_header_dump(path: str) -> CheckpointHeaders:
         tensors[name] = _tensor(path, name, sized, 0)
         at += tensors[name].nbytes
     return CheckpointHeaders(os.path.dirname(path), tensors, 0)
+
+
+def _read_dump(path: str, dump: Mapping[str, Any]) -> CheckpointHeaders:
+    if dump[DUMP_KEY] != DUMP_VERSION:
+        raise CheckpointError(
+            f"{path}: {DUMP_KEY} is version {dump[DUMP_KEY]!r}, this program reads {DUMP_VERSION}"
+        )
+    model_dir, files = dump.get("model_dir"), dump.get("files")
+    superseded = dump.get("superseded")
+    if (
+        not isinstance(model_dir, str)
+        or not isinstance(files, dict)
+        or not files
+        or not isinstance(superseded, list)
+    ):
+        raise CheckpointError(f"{path}: a dump of headers needs model_dir, files and superseded")
+    tensors: dict[str, TensorHeader] = {}
+    for file, content in files.items():
+        found = _read_dumped_file(path, os.path.join(model_dir, file), content)
+        twice = next(iter(found.keys() & tensors.keys()), None)
+        if twice is not None:
+            raise CheckpointError(f"{path}: {twice} is in two files, {file} is the second")
+        tensors.update(found)
+    read = dump.get("header_bytes")
+    header_bytes = read if type(read) is int else 0
+    return CheckpointHeaders(model_dir, tensors, header_bytes, tuple(superseded))
+
+
+def _read_dumped_file(path: str, file: str, content: Any) -> dict[str, TensorHeader]:
+    fields = content if isinstance(content, dict) else {}
+    size, entries = fields.get("bytes"), fields.get("tensors")
+    if type(size) is not int or not isinstance(entries, dict):
+        raise CheckpointError(f"{path}: {file} needs bytes and tensors")
+    tensors = {name: _tensor(file, name, entry, 0) for name, entry in entries.items()}
+    _check_extents(file, tensors, size)
+    return tensors
 
 
 def _is_sized(entry: object) -> bool:

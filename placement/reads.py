@@ -35,7 +35,10 @@ class Run:
 
 @dataclass(frozen=True)
 class TensorReads:
-    """One local tensor: row-major `local_shape` in `disk_dtype`, filled by `runs` exactly once."""
+    """One local tensor: row-major `local_shape` in `disk_dtype`, filled by `runs` exactly once.
+
+    For a packed low-bit tensor `local_shape` counts stored elements, not values.
+    """
 
     role: str
     local_shape: tuple[int, ...]
@@ -60,6 +63,7 @@ def plan_reads(
 
 
 def _tensor_reads(tensor: TensorSpec, share: RankShare, headers: CheckpointHeaders) -> TensorReads:
+    tensor = _as_stored(tensor)
     found = [(piece, _header(piece, headers)) for piece in tensor.pieces]
     dtype = _common_dtype(tensor, found)
     ranges, shape = local_index_ranges(tensor, share), local_shape(tensor, share)
@@ -68,6 +72,27 @@ def _tensor_reads(tensor: TensorSpec, share: RankShare, headers: CheckpointHeade
     result = TensorReads(tensor.role, shape, dtype, tensor.dtype, runs)
     _check_exact(result, cut.itemsize)
     return result
+
+
+def _as_stored(tensor: TensorSpec) -> TensorSpec:
+    """The tensor in stored elements: several low-bit columns of it lie in one."""
+    if tensor.packed == 1:
+        return tensor
+    last = len(tensor.shape) - 1
+    segments = tensor.split.segments
+    if tensor.split.dim == last:
+        if any(one.block % tensor.packed for one in segments):
+            raise CheckpointError(
+                f"{tensor.role}: {tensor.packed} columns share one stored element, so its split "
+                f"along the columns needs blocks that are a multiple of {tensor.packed}"
+            )
+        segments = tuple(replace(one, block=one.block // tensor.packed) for one in segments)
+    return replace(
+        tensor,
+        shape=(*tensor.shape[:last], tensor.shape[last] // tensor.packed),
+        split=replace(tensor.split, segments=segments),
+        packed=1,
+    )
 
 
 def _header(piece: Piece, headers: CheckpointHeaders) -> TensorHeader:

@@ -18,6 +18,7 @@ from placement.models.quantised import (
     align_inner_widths,
     formats_of_config,
     formats_on_disk,
+    resplit_scales,
 )
 from placement.spec import TensorSpec
 
@@ -118,8 +119,8 @@ def _joined(
     return DiskTensors(
         tensors=tuple(aligned[: len(main.tensors)]),
         draft_tensors=tuple(aligned[len(main.tensors) :]),
-        scale_tensors=tuple(main.scales),
-        draft_scale_tensors=tuple(draft.scales),
+        scale_tensors=resplit_scales(main.scales, aligned),
+        draft_scale_tensors=resplit_scales(draft.scales, aligned),
         ignored=ignored,
         remarks=remarks,
     )

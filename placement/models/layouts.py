@@ -73,22 +73,24 @@ class LayoutFinder:
         header = self._tensors.get(name)
         if header is not None and (header.dtype in FLOAT_DTYPES or header.dtype == "I64"):
             return None
-        if header is not None:
-            return _Matrix(self._headers, name, header, shape).of_weight()
         base = name.removesuffix(".weight")
-        for stem, found in ((base + ".weight_packed", "packed"), (base + "_codes", "codes")):
-            if stem in self._tensors:
-                matrix = _Matrix(self._headers, stem, self._tensors[stem], shape)
-                return matrix.of_packed() if found == "packed" else matrix.of_codes()
+        if header is not None:
+            return _Matrix(self._headers, name, base, header, shape).of_weight()
+        packed, codes = base + ".weight_packed", base + "_codes"
+        if packed in self._tensors:
+            return _Matrix(self._headers, packed, base, self._tensors[packed], shape).of_packed()
+        if codes in self._tensors:
+            return _Matrix(self._headers, codes, base, self._tensors[codes], shape).of_codes()
         return None
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class _Matrix:
     """The codes of one matrix: their name, header, and the shape of the matrix that they mean."""
 
     headers: CheckpointHeaders
     name: str
+    base: str  # that the names of its scales begin with
     header: TensorHeader
     shape: tuple[int, ...]
 
@@ -102,13 +104,6 @@ class _Matrix:
 
     def beside(self, suffix: str) -> TensorHeader | None:
         return self.headers.tensors.get(self.base + suffix)
-
-    @property
-    def base(self) -> str:
-        for suffix in (".weight_packed", ".weight", "_codes"):
-            if self.name.endswith(suffix):
-                return self.name.removesuffix(suffix)
-        return self.name
 
     def of_weight(self) -> Layout:
         if len(self.shape) != 2:

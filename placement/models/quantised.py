@@ -187,6 +187,21 @@ def _realigned(tensor: TensorSpec, units: Mapping[Axis, int]) -> TensorSpec:
     return replace(tensor, split=Split(tensor.split.dim, segments))
 
 
+def resplit_scales(
+    scales: Iterable[TensorSpec], tensors: Iterable[TensorSpec]
+) -> tuple[TensorSpec, ...]:
+    """Scales with the rules that follow from those of their tensors, once these are aligned."""
+    by_role = {tensor.role: tensor for tensor in tensors if tensor.format is not None}
+    split = []
+    for scale in scales:
+        tensor = by_role[scale.role.rsplit(".", 1)[0]]
+        assert tensor.format is not None
+        if len(scale.shape) == len(tensor.shape):
+            scale = replace(scale, split=_scale_split(tensor, tensor.format, scale.shape))
+        split.append(scale)
+    return tuple(split)
+
+
 def formats_of_config(
     tensors: Iterable[TensorSpec], quantisation: Mapping[str, Any], config_path: str
 ) -> Formatted:

@@ -10,7 +10,14 @@ from typing import Any
 import pytest
 
 from placement.errors import CheckpointError
-from placement.headers import INDEX_FILE, read_file_headers, read_headers
+from placement.headers import (
+    INDEX_FILE,
+    CheckpointHeaders,
+    header_dump,
+    read_file_headers,
+    read_header_dump,
+    read_headers,
+)
 
 Write = Callable[..., None]
 
@@ -190,3 +197,57 @@ def test_shard_that_is_a_directory(model_dir: Path) -> None:
     (model_dir / "a.safetensors").mkdir()
     write_index(model_dir, {"a": "a.safetensors"})
     refused(model_dir, "a.safetensors", "can't be read")
+
+
+def dumped(path: Path, headers: CheckpointHeaders) -> Path:
+    path.write_text(json.dumps(header_dump(headers)))
+    return path
+
+
+def test_a_dump_gives_the_same_headers(
+    model_dir: Path, write_file: Write, tmp_path_factory: pytest.TempPathFactory
+) -> None:
+    write_file(model_dir / "a.safetensors", {"x": ("BF16", (2, 3)), "y": ("F32", (4,))})
+    write_file(model_dir / "b.safetensors", {"y": ("F32", (4,)), "z": ("F8_E4M3", (5, 1))})
+    write_index(model_dir, {"x": "a.safetensors", "y": "b.safetensors", "z": "b.safetensors"})
+    headers = read_headers(str(model_dir))
+    path = dumped(tmp_path_factory.mktemp("elsewhere") / "headers.json", headers)
+    assert json.loads(path.read_text())["files"]["a.safetensors"]["bytes"] == (
+        (model_dir / "a.safetensors").stat().st_size
+    )
+    for file in model_dir.iterdir():
+        file.unlink()
+    assert read_header_dump(str(path)) == headers
+
+
+def test_the_embedded_model_dumps_and_reads_back(embedded_dir: Path, tmp_path: Path) -> None:
+    headers = read_headers(str(embedded_dir))
+    assert read_header_dump(str(dumped(tmp_path / "h.json", headers))) == headers
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"nrank_headers": 2}, ["version 2", "reads 1"]),
+        ({"files": {}}, ["needs model_dir"]),
+        ({"superseded": None}, ["superseded"]),
+        ({"model_dir": 3}, ["model_dir"]),
+        ({"files": {"a.safetensors": {"tensors": {}}}}, ["a.safetensors needs bytes"]),
+        ({"files": {"a.safetensors": {"bytes": 5, "tensors": {"x": entry("F16", [4], 0, 8)}}}},
+         ["a.safetensors", "x ends at byte 8", "file has 5"]),
+        ({"files": {"a.safetensors": {"bytes": 9, "tensors": {"x": entry("F16", [4], 0, 6)}}}},
+         ["a.safetensors", "x", "needs 8 bytes"]),
+        ({"files": {f: {"bytes": 9, "tensors": {"x": entry("F16", [4], 0, 8)}} for f in "ab"}},
+         ["x is in two files"]),
+    ],
+)  # fmt: skip
+def test_faulty_dump(
+    model_dir: Path, write_file: Write, change: dict[str, Any], words: list[str]
+) -> None:
+    write_file(model_dir / "a.safetensors", {"x": ("F16", (4,))})
+    path = model_dir / "headers.json"
+    path.write_text(json.dumps({**header_dump(read_headers(str(model_dir))), **change}))
+    with pytest.raises(CheckpointError) as caught:
+        read_header_dump(str(path))
+    for word in words:
+        assert word in str(caught.value)
