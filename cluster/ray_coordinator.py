@@ -22,8 +22,8 @@ from cluster.coordinator import Coordinator, CoordinatorSettings
 from cluster.ray_gang import RayLauncher
 from placement.config import EngineConfig
 from placement.errors import ClientError, ErrorKind
-from placement.models.registry import load_model_spec
-from placement.plan import Plan, make_plan, require_fits
+from placement.plan import Plan
+from placement.prepare import prepare
 from placement.topology import find_profile
 from rank_worker.messages import EngineRequest, FinishReason, RankSnapshot, TokenBatch
 
@@ -58,10 +58,7 @@ class Refusal:
 
 def plan_of(config: EngineConfig) -> Plan:
     """The plan of a gang. Raises CheckpointError, ConfigError, or PlanError when it doesn't fit."""
-    spec, headers = load_model_spec(config.model_dir)
-    plan = make_plan(config, spec, headers)
-    require_fits(plan)
-    return plan
+    return prepare(config).plan
 
 
 class CoordinatorReplica:

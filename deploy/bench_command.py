@@ -91,13 +91,11 @@ def load_workloads(model_dir: str, sizes: Sizes) -> list[Workload]:
 
 def plan_engines(model_dir: str, ranks: Sequence[int]) -> list[EngineConfig]:
     """One config a rank count, all planned before any starts; an error when one can't run."""
-    from placement.models.registry import load_model_spec
-    from placement.plan import make_plan, require_fits
+    from placement.prepare import prepare
 
-    spec, headers = load_model_spec(model_dir)
     configs = [EngineConfig(model_dir, ranks=count, dtype=DTYPE) for count in ranks]
     for config in configs:
-        require_fits(make_plan(config, spec, headers))
+        prepare(config)
     return configs
 
 

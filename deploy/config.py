@@ -42,6 +42,7 @@ class ServeConfig(BaseModel):
     chips: int = Field(0, ge=0)  # 0: as many as ranks, or as the machine has
     chip_profile: str = ""  # empty: the device's
     usable_bytes: int = Field(0, ge=0)  # of each chip; 0: as the profile says
+    ownership_file: str = ""  # experts by rank, as `nrank plan --json` writes; empty: contiguous
     mtp: int = Field(0, ge=0, le=4)
     prefix_cache: bool = False
     check_interval_steps: int = Field(64, ge=1)

@@ -23,6 +23,7 @@ ENGINE_FIELDS = {
     "prefill_chunk": "prefill_chunk_tokens",
     "page_tokens": "page_tokens",
     "chip": "chip_profile",
+    "ownership": "ownership_file",
 }
 
 
@@ -61,6 +62,9 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--comm", choices=COMMS, help="collectives (default auto)")
     parser.add_argument("--prefill-chunk", type=bounded(1), metavar="N", help="largest chunk")
+    parser.add_argument(
+        "--ownership", metavar="FILE", help="experts by rank, as nrank plan --json writes"
+    )
     parser.add_argument("--prefix-cache", choices=("on", "off"), help="reuse of prompt prefixes")
 
 

@@ -158,10 +158,10 @@ def _top_k(call: Call) -> None:
 
 
 def _distinct_experts(call: Call) -> None:
-    ids = call.arguments["ids"].sort(dim=-1).values
-    twice = ids[..., 1:][ids[..., 1:] == ids[..., :-1]]
+    local = call.arguments["local"].sort(dim=-1).values
+    twice = local[..., 1:][(local[..., 1:] == local[..., :-1]) & (local[..., 1:] >= 0)]
     if twice.numel():
-        call.fail("an expert twice in a row of ids", twice[0].item(), "once a token")
+        call.fail("an expert twice in a row of local", twice[0].item(), "once a token")
 
 
 def _ngram_heads(call: Call) -> None:
@@ -292,9 +292,9 @@ CONTRACTS: dict[str, Contract] = {
     ),
     "route": Contract(_shapes(logits="T E"), _all(ACTIVATION, "logits"), also=_top_k),
     "moe_experts": Contract(
-        _shapes(x="T H", weights="T k", ids="T k", down="El H I", gate_up="El 2*I H", local_of="E"),
-        _all(ACTIVATION, "x weights gate_up down") + _all(INT64, "ids local_of"),
-        (("ids", 0, "E"), ("local_of", -1, "El")),
+        _shapes(x="T H", weights="T k", local="T k", down="El H I", gate_up="El 2*I H"),
+        _all(ACTIVATION, "x weights gate_up down") + _all(INT64, "local"),
+        (("local", -1, "El"),),
         _distinct_experts,
     ),
     "gated_swiglu": Contract(

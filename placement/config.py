@@ -22,6 +22,7 @@ class EngineConfig:
     chips: int = 0  # 0: as many as ranks (cpu) or as the machine has
     chip_profile: str = ""  # "": the device's default
     usable_bytes: int = 0  # of each chip; 0: as the chip profile says
+    ownership_file: str = ""  # experts by rank, as `nrank plan --json` writes; "": contiguous
     mtp: int = 0
     prefix_cache: bool = False
     check_interval_steps: int = 64  # decisions of all ranks are compared this often

@@ -181,8 +181,12 @@ class Engine:
                 yield batch
 
     def stats(self) -> dict[str, Any]:
-        """Rates of the last `generate` and the bytes each rank read."""
-        return {**self._times, "bytes_read": [s.weights_read_bytes for s in self.snapshots]}
+        """Rates of the last `generate`, bytes each rank read, routes to each expert so far."""
+        return {
+            **self._times,
+            "bytes_read": [s.weights_read_bytes for s in self.snapshots],
+            "expert_counts": self.rank0.expert_counts(),
+        }
 
     def close(self) -> None:
         """Stops the loops, then ends whatever did not stop in time."""

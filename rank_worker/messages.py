@@ -95,7 +95,10 @@ class RankSnapshot:
     step_seconds: float = 0.0  # sum over steps
     collective_seconds: float = 0.0
     busy_steps: int = 0
+    weights_planned_bytes: int = 0
     weights_read_bytes: int = 0
-    expert_tokens: int = 0  # token-expert pairs this rank computed
+    load_seconds: float = 0.0  # spent reading weights
+    warm_step_seconds: float = 0.0  # a decode step of one row, measured before serving
+    expert_tokens: int = 0  # token-expert pairs this rank computed, warm-up left out
     nonfinite_rows: int = 0
     memory_bytes: dict[str, int] = field(default_factory=dict)  # ledger row -> measured bytes

@@ -37,8 +37,7 @@ class Layer:
             assert isinstance(spec.mixer, SparseAttentionSpec), "a kind that nobody runs yet"
             self.mixer = SparseAttentionMixer(parts, spec.mixer, weights, f"{prefix}.mixer")
         assert isinstance(spec.channel, MoeSpec), "a kind that nobody runs yet"
-        experts = parts.share.experts[spec.index]
-        self.channel = MoeChannel(parts, spec.channel, weights, f"{prefix}.channel", experts)
+        self.channel = MoeChannel(parts, spec.channel, weights, f"{prefix}.channel", spec.index)
         self.ngram: NgramInjection | None = None
         if spec.ngram is not None:
             self.ngram = NgramInjection(parts, spec.ngram, weights, f"{prefix}.ngram")
@@ -98,6 +97,14 @@ class Model:
             layer.mixer.state.reset(slot)
             if layer.ngram is not None:
                 layer.ngram.state.reset(slot)
+
+    def expert_counts(self) -> list[list[int]]:
+        """Routes to each expert of each layer since the last reset; reads the device."""
+        return [layer.channel.counts.tolist() for layer in self.layers]
+
+    def reset_counts(self) -> None:
+        for layer in self.layers:
+            layer.channel.counts.zero_()
 
     def state_bytes(self) -> dict[str, int]:
         """Allocated bytes of caches and states by ledger row."""

@@ -6,6 +6,7 @@ from dataclasses import dataclass
 
 from ops.registry import OpSet
 from placement.config import RankShare
+from placement.experts import LayerHolders
 from placement.spec import ModelSpec
 from rank_worker.device import Device
 
@@ -18,6 +19,7 @@ class Parts:
     device: Device
     spec: ModelSpec
     share: RankShare
+    holders: tuple[LayerHolders, ...]  # [layer][expert] -> ranks that have it
     num_pages: int
     page_tokens: int
     num_slots: int

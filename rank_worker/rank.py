@@ -18,8 +18,8 @@ import torch
 from ops.registry import Capability, OpSet
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError
-from placement.models.registry import load_model_spec
-from placement.plan import Plan, make_plan, require_fits
+from placement.plan import Plan
+from placement.prepare import prepare
 from placement.reads import plan_reads
 from placement.spec import Axis
 from rank_worker.comm import Comm, LocalComm, make_comm
@@ -33,6 +33,7 @@ from rank_worker.scheduler import Scheduler, SchedulerLimits
 from rank_worker.step_plan import Admit, Opcode, PageUpdate, Row, RowFlag, StepPlan, decode, encode
 from rank_worker.weights import WeightSource
 
+COUNTER_INTERVAL_S = 2.0
 HEARTBEAT_S = 1.0  # an idle rank 0 tells the others at this interval that it lives
 
 
@@ -56,6 +57,9 @@ class Rank:
         self._step_seconds = 0.0
         self._nonfinite_rows = 0
         self._weight_bytes: dict[str, int] = {}
+        self._warm_step_seconds = 0.0
+        self._expert_counts: list[list[int]] = []
+        self._counters_read_s = 0.0
 
     def listen(self) -> int:
         """Rank 0 opens the rendezvous on a free port and returns the port."""
@@ -73,18 +77,17 @@ class Rank:
         """Plans, reads the owned bytes, builds the caches and runs a warm-up step on all ranks."""
         torch.set_num_threads(1)
         self._phase = "loading"
-        spec, headers = load_model_spec(self.config.model_dir)
-        self.plan = plan = make_plan(self.config, spec, headers)
-        require_fits(plan)
-        share = plan.ranks[self.rank].share
-        reads = plan_reads(spec.tensors, share, headers)
+        prepared = prepare(self.config)
+        spec, self.plan = prepared.spec, prepared.plan
+        plan, share = self.plan, self.plan.ranks[self.rank].share
+        reads = plan_reads(spec.tensors, share, prepared.headers)
         dtype = parameter_dtype(self.config.dtype)
         source = WeightSource(Loader(dtype, self.counter), spec.tensors, reads)
         self._weight_bytes = source.row_bytes
         ops = OpSet(Capability(self.config.device, dtype=dtype), self.config.check_contracts)
         parts = Parts(
-            ops, open_device(self.config.device), spec, share, plan.num_pages, plan.page_tokens,
-            plan.num_slots,
+            ops, open_device(self.config.device), spec, share, plan.replica_table,
+            plan.num_pages, plan.page_tokens, plan.num_slots,
         )  # fmt: skip
         vocab = tuple(s.ranges[Axis.VOCAB] for s in plan.shares)
         context = plan.context.configured_tokens
@@ -114,8 +117,11 @@ class Rank:
             StepPlan(Opcode.STEP, self.epoch, 0, True, (), (), (Row(0, 2, 1, last),), ()),
         )  # fmt: skip
         assert self.runner is not None
-        for step in steps:
+        for step in (*steps, steps[-1]):  # the last one once more, timed
+            began = time.perf_counter()
             self.runner.execute(decode(encode(step)))
+        self._warm_step_seconds = time.perf_counter() - began
+        self.runner.model.reset_counts()
         self.comm.barrier()
 
     def run(self) -> None:
@@ -144,6 +150,8 @@ class Rank:
             if plan.opcode is Opcode.STEP:
                 ids = self._execute(runner, plan)
                 batches = scheduler.update(ids, time.time())
+                if not scheduler.has_work:  # whoever gets the last batch finds the counters whole
+                    self._read_counters(runner)
                 if batches:
                     self._outbox.put(batches)
             elif scheduler.waiting:
@@ -167,8 +175,16 @@ class Rank:
         self._step = plan.step
         self._busy_steps += 1
         self._nonfinite_rows += sum(1 for token in host if token < 0)
-        self._step_seconds += time.perf_counter() - began
+        now = time.perf_counter()
+        self._step_seconds += now - began
+        if now - self._counters_read_s > COUNTER_INTERVAL_S:
+            self._read_counters(runner)
         return host
+
+    def _read_counters(self, runner: Runner) -> None:
+        """Counters live on the device; they are read between steps, seldom."""
+        self._counters_read_s = time.perf_counter()
+        self._expert_counts = runner.model.expert_counts()
 
     def _drain_inbox(self, scheduler: Scheduler) -> None:
         """Takes all that arrived; waits for a heartbeat interval when there is nothing to do."""
@@ -239,10 +255,26 @@ class Rank:
             step_seconds=self._step_seconds,
             collective_seconds=self.comm.seconds,
             busy_steps=self._busy_steps,
+            weights_planned_bytes=self.counter.planned_bytes,
             weights_read_bytes=self.counter.read_bytes,
+            load_seconds=self.counter.seconds,
+            warm_step_seconds=self._warm_step_seconds,
+            expert_tokens=self._expert_tokens(),
             nonfinite_rows=self._nonfinite_rows,
             memory_bytes=memory,
         )
+
+    def expert_counts(self) -> list[list[int]]:
+        """Tokens routed to each expert of each layer since the start, the same on every rank."""
+        return self._expert_counts
+
+    def _expert_tokens(self) -> int:
+        """Token-expert pairs of this rank; those of a replicated expert are shared evenly."""
+        if self.plan is None:
+            return 0
+        own, holders = self.plan.ranks[self.rank].share.experts, self.plan.replica_table
+        layers = zip(self._expert_counts, own, holders, strict=False)
+        return round(sum(c[e] / len(h[e]) for c, mine, h in layers for e in mine))
 
     def close(self) -> None:
         self.comm.close()

@@ -132,14 +132,12 @@ def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     return weights, ids
 
 
-def moe_experts(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, local_of: Tensor
-) -> Tensor:
+def moe_experts(x: Tensor, weights: Tensor, local: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     tokens, hidden = x.shape
-    whole = x.is_contiguous() and weights.is_contiguous() and gate_up.is_contiguous()
-    if not 0 < tokens <= FEW_ROWS or not whole or not down.is_contiguous() or not len(gate_up):
-        return torch_variant.moe_experts(x, weights, ids, gate_up, down, local_of)
-    local = local_of.index_select(0, ids.view(-1))
+    few = 0 < tokens <= FEW_ROWS and gate_up.shape[0] > 0
+    arrays = (x, weights, local, gate_up, down)
+    if not few or not all(array.is_contiguous() for array in arrays):
+        return torch_variant.moe_experts(x, weights, local, gate_up, down)
     out = torch.empty(tokens, hidden)
     intermediate = down.shape[2]
     scratch = torch.empty(intermediate)

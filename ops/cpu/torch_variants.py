@@ -110,18 +110,14 @@ def route(logits: Tensor, top_k: int, normalise: bool) -> tuple[Tensor, Tensor]:
     return weights, ids[:, :top_k].contiguous()
 
 
-def moe_experts(
-    x: Tensor, weights: Tensor, ids: Tensor, gate_up: Tensor, down: Tensor, local_of: Tensor
-) -> Tensor:
+def moe_experts(x: Tensor, weights: Tensor, local: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
     owned = gate_up.shape[0]
     if owned == 0 or x.shape[0] == 0:
         return torch.zeros_like(x)
-    local = local_of.index_select(0, ids.view(-1))
-    if owned < local_of.shape[0]:
-        weights = weights.masked_fill(local.view(ids.shape) < 0, 0)
     if local.numel() <= _ONE_TOKEN_ROUTES and x.shape[0] == 1:
-        return _one_token(x, weights, local, gate_up, down)
-    return _grouped(x, weights, local, gate_up, down)
+        return _one_token(x, weights, local.flatten(), gate_up, down)
+    weights = weights.masked_fill(local < 0, 0)
+    return _grouped(x, weights, local.flatten(), gate_up, down)
 
 
 def _one_token(x: Tensor, weights: Tensor, local: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:

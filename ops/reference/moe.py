@@ -1,7 +1,7 @@
 """Mixture of experts: routing, the experts a rank owns, and the dense SwiGLU block.
 
 All ranks see all tokens; a route to a peer's expert adds an exact zero here. Who owns which
-expert is the caller's `local_of` table.
+expert is the caller's business: routes name experts of this rank's own bank.
 """
 
 from __future__ import annotations
@@ -52,16 +52,14 @@ def swiglu_mlp(x: Tensor, gate_up: Tensor, down: Tensor) -> Tensor:
 def moe_experts(
     x: Tensor,  # [T, H]
     weights: Tensor,  # [T, k]
-    ids: Tensor,  # [T, k] int64, 0..E-1
+    local: Tensor,  # [T, k] int64: index into El, -1 for a route that a peer computes
     gate_up: Tensor,  # [El, 2I, H]
     down: Tensor,  # [El, H, I]
-    local_of: Tensor,  # [E] int64: index into El, -1 for a peer's expert
 ) -> Tensor:
     """Partial sum [T, H] of weights * expert(x) over the routes that this rank owns."""
     if gate_up.shape[0] == 0 or x.shape[0] == 0:
         return torch.zeros_like(x)
-    local = local_of[ids]
-    if ids.numel() <= FEW_ROUTES:
+    if local.numel() <= FEW_ROUTES:
         return _by_route(x, weights, local, gate_up, down)
     return _by_expert(x, weights, local, gate_up, down)
 

@@ -180,9 +180,8 @@ def moe_experts(g: Geometry, batch: int) -> Iterable[Arguments]:
         local_of[list(owned)] = torch.arange(len(owned))
         weights = torch.rand(batch, g.top_k) + 0.05
         yield {
-            "x": torch.randn(batch, g.hidden), "weights": weights, "ids": ids,
+            "x": torch.randn(batch, g.hidden), "weights": weights, "local": local_of[ids],
             "gate_up": gate_up[: len(owned)], "down": down[: len(owned)],
-            "local_of": local_of,
         }  # fmt: skip
 
 
@@ -406,16 +405,13 @@ def test_peers_routes_add_exact_zeros_whatever_the_input_holds(
     for owned in (range(5), range(5, 10), range(10, 14)):
         local_of = torch.full((14,), -1)
         local_of[list(owned)] = torch.arange(len(owned))
-        mine = {**whole, "local_of": local_of}
+        mine = {**whole, "local": local_of[whole["local"]]}  # the whole bank: local ids are ids
         mine["gate_up"] = whole["gate_up"][list(owned)]
         mine["down"] = whole["down"][list(owned)]
         parts.append(variant.function(**mine))
     compare("sum of the ranks", sum(parts), REFERENCES["moe_experts"].function(**whole))
-    none = torch.full((14,), -1)
-    none[0] = 0
-    ids = torch.arange(1, 5).repeat(tokens, 1)
     weights = torch.full((tokens, 4), float("inf"))
-    peers = {**whole, "ids": ids, "local_of": none, "weights": weights}
+    peers = {**whole, "local": torch.full((tokens, 4), -1), "weights": weights}
     peers["gate_up"], peers["down"] = whole["gate_up"][:1], whole["down"][:1]
     assert torch.equal(variant.function(**peers), torch.zeros(tokens, 192))
 

@@ -79,7 +79,7 @@ def test_both_regimes_follow_the_formula(ops: OpSet, tokens: int) -> None:
     want = _slow_experts(x, weights, ids, gate_up, down, local_of)
     local = local_of[ids]
     for out in (
-        ops.moe_experts(x, weights, ids, gate_up, down, local_of),
+        ops.moe_experts(x, weights, local_of[ids], gate_up, down),
         moe._by_route(x, weights, local, gate_up, down),
         moe._by_expert(x, weights, local, gate_up, down),
     ):
@@ -91,9 +91,9 @@ def test_tiles_of_gathered_weights_do_not_change_the_sum(
 ) -> None:
     gate_up, down = _weights(6, 16, 8)
     x, weights, ids = torch.randn(7, 16), torch.rand(7, 3), _distinct(7, 6, 3)
-    whole = ops.moe_experts(x, weights, ids, gate_up, down, torch.arange(6))
+    whole = ops.moe_experts(x, weights, ids, gate_up, down)
     monkeypatch.setattr(moe, "TILE_ELEMENTS", 2 * gate_up[0].numel())
-    tiled = ops.moe_experts(x, weights, ids, gate_up, down, torch.arange(6))
+    tiled = ops.moe_experts(x, weights, ids, gate_up, down)
     torch.testing.assert_close(tiled, whole)
 
 
@@ -106,7 +106,7 @@ def test_production_geometry_with_three_owned_of_512(ops: OpSet, tokens: int) ->
     ids[:, :2] = torch.tensor([511, 7])
     ids[:, 2:] = 8 + _distinct(tokens, 290, 8)
     x, weights = torch.randn(tokens, 2560), torch.rand(tokens, 10)
-    got = ops.moe_experts(x, weights, ids, gate_up, down, local_of)
+    got = ops.moe_experts(x, weights, local_of[ids], gate_up, down)
     want = _slow_experts(x, weights, ids, gate_up, down, local_of)
     torch.testing.assert_close(got.double(), want, rtol=1e-3, atol=1e-4)
 
@@ -126,7 +126,7 @@ def test_partial_sums_of_ranks_add_up_to_transformers(ops: OpSet, ranks: int, to
         local_of = torch.full((14,), -1)
         local_of[owned] = torch.arange(len(owned))
         total += ops.moe_experts(
-            x, weights, ids, experts.gate_up_proj[owned], experts.down_proj[owned], local_of
+            x, weights, local_of[ids], experts.gate_up_proj[owned], experts.down_proj[owned]
         )
     torch.testing.assert_close(total, experts(x, ids, weights), rtol=1e-4, atol=1e-5)
 
@@ -137,7 +137,7 @@ def test_routes_of_peers_give_exact_zeros(ops: OpSet, tokens: int) -> None:
     x, weights = torch.randn(tokens, 8), torch.rand(tokens, 3)
     local_of = torch.tensor([-1] * 6 + [0, 1])
     ids = _distinct(tokens, 6, 3)
-    out = ops.moe_experts(x, weights, ids, gate_up, down, local_of)
+    out = ops.moe_experts(x, weights, local_of[ids], gate_up, down)
     assert torch.equal(out, torch.zeros(tokens, 8))
 
 
@@ -145,9 +145,9 @@ def test_a_rank_without_experts_or_tokens_gives_zeros(ops: OpSet) -> None:
     gate_up, down = _weights(0, 8, 6)
     nobody = torch.full((4,), -1)
     x, ids, weights = torch.randn(3, 8), _distinct(3, 4, 2), torch.rand(3, 2)
-    assert not ops.moe_experts(x, weights, ids, gate_up, down, nobody).any()
+    assert not ops.moe_experts(x, weights, nobody[ids], gate_up, down).any()
     gate_up, down = _weights(2, 8, 6)
-    out = ops.moe_experts(x[:0], weights[:0], ids[:0], gate_up, down, nobody)
+    out = ops.moe_experts(x[:0], weights[:0], ids[:0], gate_up, down)
     assert out.shape == (0, 8)
 
 
@@ -169,7 +169,7 @@ def test_half_experts_stay_close(
     gate_up, down = (w.to(dtype) for w in _weights(4, 32, 16))
     x, weights = torch.randn(tokens, 32).to(dtype), torch.rand(tokens, 3).to(dtype)
     ids, local_of = _distinct(tokens, 4, 3), torch.arange(4)
-    out = ops.moe_experts(x, weights, ids, gate_up, down, local_of)
+    out = ops.moe_experts(x, weights, local_of[ids], gate_up, down)
     want = _slow_experts(x, weights, ids, gate_up, down, local_of)
     assert out.dtype == dtype
     torch.testing.assert_close(out.double(), want, rtol=tolerance, atol=tolerance)

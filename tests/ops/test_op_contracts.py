@@ -16,9 +16,9 @@ I64 = torch.int64
 
 def _moe() -> dict[str, Any]:
     return {
-        "x": torch.randn(2, 4), "weights": torch.rand(2, 2), "ids": torch.tensor([[0, 1], [2, 5]]),
+        "x": torch.randn(2, 4), "weights": torch.rand(2, 2),
+        "local": torch.tensor([[0, 1], [-1, -1]]),
         "gate_up": torch.randn(3, 6, 4), "down": torch.randn(3, 4, 3),
-        "local_of": torch.tensor([0, 1, 2, -1, -1, -1]),
     }  # fmt: skip
 
 
@@ -99,13 +99,12 @@ def test_a_good_call_passes(ops: OpSet, op: str) -> None:
 @pytest.mark.parametrize(
     ("op", "change", "message"),
     [
-        ("moe_experts", {"ids": torch.tensor([[0, 1], [2, 6]])}, r"ids is 6, allowed is 0\.\.5"),
-        ("moe_experts", {"ids": torch.tensor([[0, 1], [2, -1]])}, "ids is -1"),
-        ("moe_experts", {"ids": torch.tensor([[0, 1], [2, 2]])}, "twice in a row of ids is 2"),
-        ("moe_experts", {"local_of": torch.tensor([0, 1, 3, -1, -1, -1])}, "local_of is 3"),
+        ("moe_experts", {"local": torch.tensor([[0, 1], [2, 3]])}, r"is 3, allowed is -1\.\.2"),
+        ("moe_experts", {"local": torch.tensor([[0, 1], [2, -2]])}, "local is -2"),
+        ("moe_experts", {"local": torch.tensor([[0, 1], [2, 2]])}, "twice in a row of local is 2"),
         ("moe_experts", {"gate_up": torch.randn(3, 5, 4)}, "gate_up"),
-        ("moe_experts", {"weights": torch.rand(2, 3)}, "size 1 of ids .* is 2, allowed is k = 3"),
-        ("moe_experts", {"ids": torch.zeros(2, 2, dtype=torch.int32)}, "dtype of ids .*int32"),
+        ("moe_experts", {"weights": torch.rand(2, 3)}, "size 1 of local .* is 2, allowed is k = 3"),
+        ("moe_experts", {"local": torch.zeros(2, 2).int()}, "dtype of local .*int32"),
         ("paged_attention", {"positions": torch.tensor([[6, 12]])}, r"is 12, allowed is -1\.\.11"),
         ("paged_attention", {"positions": torch.tensor([[6, -2]])}, "positions is -2"),
         ("paged_attention", {"page_table": torch.tensor([[4, 5, 0]])}, "page_table is 5"),
