@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import gc
 import os
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 from typing import Any
 
 from placement.errors import CheckpointError
 from placement.formats import parse_format
-from placement.headers import CheckpointHeaders, read_headers, read_json
+from placement.headers import CheckpointHeaders, read_headers, read_json, without_collector
 from placement.models import glm5_next, qwen3_5_moe, qwen4_exp
 from placement.models.assembly import without_quantisation
 from placement.models.quantised import with_format
@@ -25,20 +23,7 @@ ADAPTERS: Mapping[str, Adapter] = {
 }
 
 
-@contextmanager
-def _without_collector() -> Iterator[None]:
-    """A checkpoint of 150,000 tensors makes a million objects and no cycle; the cyclic collector
-    would walk them again and again, which doubles the time that reading headers takes."""
-    was_on = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if was_on:
-            gc.enable()
-
-
-@_without_collector()
+@without_collector()
 def load_model_spec(model_dir: str) -> tuple[ModelSpec, CheckpointHeaders]:
     """Spec and headers of a model directory; reads JSON and headers, never a weight.
 
@@ -48,7 +33,7 @@ def load_model_spec(model_dir: str) -> tuple[ModelSpec, CheckpointHeaders]:
     return spec_from_headers(headers), headers
 
 
-@_without_collector()
+@without_collector()
 def spec_from_headers(headers: CheckpointHeaders) -> ModelSpec:
     """Spec of a model directory whose headers were read; reads its JSON files."""
     config_path = os.path.join(headers.model_dir, "config.json")
@@ -60,7 +45,7 @@ def spec_from_headers(headers: CheckpointHeaders) -> ModelSpec:
     return adapter(name, config, generation, headers)
 
 
-@_without_collector()
+@without_collector()
 def spec_from_config(
     config_path: str, headers: CheckpointHeaders | None = None, format: str | None = None
 ) -> ModelSpec:

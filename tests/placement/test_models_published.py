@@ -9,6 +9,7 @@ import json
 import pathlib
 from collections.abc import Callable
 from dataclasses import replace
+from functools import cache
 from math import prod
 from typing import Any
 
@@ -20,10 +21,23 @@ from placement.models.registry import require_runnable, spec_from_config
 from placement.spec import Component, DenseSpec, MixerKind, ModelSpec, ResidualKind
 
 Path = Callable[[str], str]
+Specs = Callable[[str], ModelSpec]
 Published = Callable[[str], CheckpointHeaders]
 FLASH, FLASH_FP8 = "Qwen3.8-Flash-Next", "Qwen3.8-Flash-Next-FP8"
 SMALL_FP8, GLM = "Qwen3.6-35B-A3B-FP8", "GLM-5.3-Flash"
 MIB = 1 << 20
+
+
+@pytest.fixture(scope="module")
+def alone(config_path: Path) -> Specs:
+    """The spec that a published config alone gives; each is made once."""
+    return cache(lambda name: spec_from_config(config_path(name)))
+
+
+@pytest.fixture(scope="module")
+def seen(config_path: Path, published_headers: Published) -> Specs:
+    """The spec that config and headers give."""
+    return cache(lambda name: spec_from_config(config_path(name), published_headers(name)))
 
 
 def parameters(tensors: Any) -> int:
@@ -40,10 +54,8 @@ def parameters(tensors: Any) -> int:
         (GLM, 313.327, 7.433),  # 304.405 experts + 1.269 embedding and head + 7.653 rest
     ],
 )
-def test_parameter_counts_in_billions(
-    config_path: Path, name: str, main: float, draft: float
-) -> None:
-    spec = spec_from_config(config_path(name))
+def test_parameter_counts_in_billions(name: str, main: float, draft: float, alone: Specs) -> None:
+    spec = alone(name)
     assert round(parameters(spec.tensors) / 1e9, 3) == main
     assert round(parameters(spec.draft_tensors) / 1e9, 3) == draft
 
@@ -61,10 +73,10 @@ def test_parameter_counts_in_billions(
     ],
 )
 def test_tensors_and_bytes_of_the_fp8_releases(
-    published_headers: Published, config_path: Path, name: str, count: int, gigabytes: float
+    published_headers: Published, name: str, count: int, gigabytes: float, seen: Specs
 ) -> None:
     headers = published_headers(name)
-    spec = spec_from_config(config_path(name), headers)
+    spec = seen(name)
     assert spec.total_tensors_on_disk == len(headers.tensors) == count
     size = sum(header.nbytes for header in headers.tensors.values())
     assert round(size / 1e9, 1) == gigabytes
@@ -90,14 +102,11 @@ def test_glm_bytes_equal_the_total_size_of_the_published_index(
 
 
 @pytest.mark.parametrize("name", [FLASH_FP8, SMALL_FP8, GLM])
-def test_headers_and_config_alone_give_the_same_spec(
-    published_headers: Published, config_path: Path, name: str
-) -> None:
-    alone = spec_from_config(config_path(name))
-    seen = spec_from_config(config_path(name), published_headers(name))
+def test_headers_and_config_alone_give_the_same_spec(name: str, alone: Specs, seen: Specs) -> None:
+    one, other = alone(name), seen(name)
     for ours, theirs in zip(
-        (*alone.tensors, *alone.draft_tensors, *alone.scale_tensors),
-        (*seen.tensors, *seen.draft_tensors, *seen.scale_tensors),
+        (*one.tensors, *one.draft_tensors, *one.scale_tensors),
+        (*other.tensors, *other.draft_tensors, *other.scale_tensors),
         strict=True,
     ):
         assert (ours.role, ours.shape, ours.split) == (theirs.role, theirs.shape, theirs.split)
@@ -105,8 +114,8 @@ def test_headers_and_config_alone_give_the_same_spec(
         assert ours.pieces == theirs.pieces
 
 
-def test_flash_next_quantises_experts_and_table_only(config_path: Path) -> None:
-    spec = spec_from_config(config_path(FLASH_FP8))
+def test_flash_next_quantises_experts_and_table_only(alone: Specs) -> None:
+    spec = alone(FLASH_FP8)
     formats = {(t.component, t.format.name) for t in spec.tensors if t.format is not None}
     assert formats == {
         (Component.ROUTED_EXPERTS, "fp8_block128"),
@@ -133,8 +142,8 @@ def token_bytes(spec: ModelSpec, draft: bool = False) -> tuple[float, float]:
     return sum(one.kv for one in pages) / 64, sum(one.index for one in pages) / 64
 
 
-def test_state_and_cache_of_flash_next(config_path: Path) -> None:
-    spec = spec_from_config(config_path(FLASH))
+def test_state_and_cache_of_flash_next(alone: Specs) -> None:
+    spec = alone(FLASH)
     # 36 layers x 48 heads x 128 x 128 fp32; window of 3 rows of 10,240 channels in 16 bit.
     assert whole_state(spec) == (108 * MIB, 36 * 3 * 10240 * 2)
     # 12 layers x 2 x 2 heads x 256 x 2 bytes; one key of 128 for 4 tokens.
@@ -144,16 +153,16 @@ def test_state_and_cache_of_flash_next(config_path: Path) -> None:
     assert spec.layers[1].ngram.slot_bytes(10240, 2) == 9 * 10240 * 2 + 2 * 8
 
 
-def test_state_and_cache_of_the_35b(config_path: Path) -> None:
-    spec = spec_from_config(config_path(SMALL_FP8))
+def test_state_and_cache_of_the_35b(alone: Specs) -> None:
+    spec = alone(SMALL_FP8)
     assert whole_state(spec) == (60 * MIB, 30 * 3 * 8192 * 2)
     assert token_bytes(spec) == (20_480, 0)
     assert token_bytes(spec, draft=True) == (2_048, 0)
     assert spec.residual.kind is ResidualKind.PLAIN
 
 
-def test_state_and_cache_of_glm(config_path: Path) -> None:
-    spec = spec_from_config(config_path(GLM))
+def test_state_and_cache_of_glm(alone: Specs) -> None:
+    spec = alone(GLM)
     # 34 layers x 64 heads x 128 x 128 fp32; window of 3 rows of 24,576 channels in 16 bit.
     assert whole_state(spec) == (136 * MIB, 34 * 3 * 24576 * 2)
     # 11 layers x 512 x 2 bytes = 11 KiB; one pooled key of 128 for 4 tokens.
@@ -161,16 +170,16 @@ def test_state_and_cache_of_glm(config_path: Path) -> None:
     assert token_bytes(spec, draft=True) == (1024, 64)
 
 
-def test_a_rank_holds_its_heads_of_the_state(config_path: Path) -> None:
-    mixer = spec_from_config(config_path(GLM)).layers[0].mixer
+def test_a_rank_holds_its_heads_of_the_state(alone: Specs) -> None:
+    mixer = alone(GLM).layers[0].mixer
     # 64 heads over 6 ranks: 11 on the first, 4 MiB x 11/64 a layer.
     assert mixer.slot_bytes(lambda _: 11, 2).recurrent == 11 * 128 * 128 * 4
-    latent = spec_from_config(config_path(GLM)).layers[3].mixer
+    latent = alone(GLM).layers[3].mixer
     assert latent.page_bytes(lambda _: 0, 64, 2).kv == 64 * 512 * 2  # not split by head
 
 
-def test_layers_of_glm(config_path: Path) -> None:
-    spec = spec_from_config(config_path(GLM))
+def test_layers_of_glm(alone: Specs) -> None:
+    spec = alone(GLM)
     kinds = [layer.mixer_kind for layer in spec.layers]
     assert [i for i, k in enumerate(kinds) if k is MixerKind.LATENT_ATTENTION] == list(
         range(3, 45, 4)
@@ -206,8 +215,8 @@ def test_glm_experts_in_four_and_two_bits(config_path: Path) -> None:
     assert drafts == {"w4b32"}
 
 
-def test_a_format_leaves_everything_but_experts_alone(config_path: Path) -> None:
-    plain = spec_from_config(config_path(FLASH))
+def test_a_format_leaves_everything_but_experts_alone(config_path: Path, alone: Specs) -> None:
+    plain = alone(FLASH)
     spec = spec_from_config(config_path(FLASH), format="w4g128")
     for before, after in zip(plain.tensors, spec.tensors, strict=True):
         if before.component is Component.ROUTED_EXPERTS:
@@ -232,11 +241,11 @@ def test_formats_that_cannot_be(config_path: Path) -> None:
             spec_from_config(config_path(FLASH), format=text)
 
 
-def test_the_plain_model_runs(config_path: Path) -> None:
-    require_runnable(spec_from_config(config_path(FLASH)))
+def test_the_plain_model_runs(alone: Specs) -> None:
+    require_runnable(alone(FLASH))
 
 
-@pytest.mark.parametrize("name", [FLASH_FP8, SMALL_FP8, GLM])
+@pytest.mark.parametrize("name", [SMALL_FP8, GLM])
 def test_missing_and_unknown_scales_are_named(
     published_headers: Published, config_path: Path, name: str
 ) -> None:
