@@ -14,7 +14,7 @@ from placement.config import EngineConfig, RankShare
 from placement.partition import local_shape
 from placement.physical import DTYPE_BYTES, FLOAT32_BYTES, TensorBytes, tensor_bytes
 from placement.spec import Axis, Component, DenseSpec, LayerSpec, ModelSpec, TensorSpec, Units
-from placement.topology import PROFILES, ChipProfile
+from placement.topology import HOST_PROFILE, ChipProfile
 
 ROWS = (
     "routed_experts", "shared_experts", "dense", "embedding", "ngram_table", "scales",
@@ -237,5 +237,5 @@ def _staged_row_bytes(spec: ModelSpec, item: int, options: LedgerOptions) -> int
 def table_bytes(spec: ModelSpec, item_bytes: int) -> int:
     """The whole n-gram table as it would lie on a host: values and scales, no padding."""
     tables = [t for t in spec.tensors if t.component is Component.NGRAM_TABLE]
-    sizes = [tensor_bytes(t, t.shape, item_bytes, PROFILES["cpu"]) for t in tables]
+    sizes = [tensor_bytes(t, t.shape, item_bytes, HOST_PROFILE) for t in tables]
     return sum(size.payload + size.scales for size in sizes)

@@ -103,6 +103,7 @@ PROFILES: Mapping[str, ChipProfile] = {
         ),
     )
 }
+HOST_PROFILE = PROFILES["cpu"]  # memory without padding
 DEFAULT_PROFILES: Mapping[str, str] = {"cpu": "cpu", "cuda": "cuda", "npu": "310p3"}
 
 
