@@ -26,19 +26,27 @@ ROOT = Path(__file__).parents[2]
 PATIENCE_S = 60.0
 ENDLESS = EngineRequest("endless", (1, 2, 3), 30_000, ignore_eos=True)
 PARENT = """
-import sys
+import sys, threading
 from placement.config import EngineConfig
 from rank_worker.launch import launch_engine
 from rank_worker.messages import EngineRequest
 
 if __name__ == "__main__":
-    with launch_engine(EngineConfig(sys.argv[1], ranks=3, context_tokens=32000)) as engine:
+    config = EngineConfig(sys.argv[1], ranks=3, context_tokens=32000, step_timeout_s=600.0)
+    with launch_engine(config) as engine:
         engine.rank0.submit([EngineRequest("endless", (1, 2, 3), 30_000, ignore_eos=True)])
         while not engine.rank0.poll_outputs(1.0):
             pass
+        inside = threading.Event()
+
+        def stay(x):
+            inside.set()
+            threading.Event().wait()
+
+        engine.rank0.comm.all_reduce_ = stay  # the others now wait in a collective
+        inside.wait()
         print(*(child.process.pid for child in engine._children), flush=True)
-        while True:
-            engine.rank0.poll_outputs(1.0)
+        threading.Event().wait()
 """
 
 CALLER = """
@@ -105,21 +113,25 @@ def test_a_killed_rank_ends_generate_with_an_error_that_names_it(embedded_model_
 
 
 def test_ranks_end_with_a_launcher_that_is_killed(embedded_model_dir: Path, tmp_path: Path) -> None:
+    """At once, though they wait for rank 0 in a collective with a long timeout."""
     script = tmp_path / "parent.py"
     script.write_text(PARENT)
     parent = subprocess.Popen(
         [sys.executable, str(script), str(embedded_model_dir)], stdout=subprocess.PIPE, text=True,
         env={**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
+    pids: list[int] = []
     try:
         assert parent.stdout is not None
-        pids = [int(word) for word in parent.stdout.readline().split()]
+        pids += map(int, parent.stdout.readline().split())
         assert len(pids) == 2
         assert all(is_running(pid) for pid in pids)
-    finally:
         parent.kill()
         parent.wait(PATIENCE_S)
-    wait_until(lambda: not any(map(is_running, pids)))
+        wait_until(lambda: not any(map(is_running, pids)))
+    finally:
+        for pid in filter(is_running, [parent.pid, *pids]):
+            os.kill(pid, signal.SIGKILL)
 
 
 def test_all_ranks_stop_at_the_end(embedded_model_dir: Path) -> None:

@@ -145,6 +145,24 @@ def test_a_request_with_nan_ends_alone_and_leaves_nothing_behind(
     assert not gang.errors
 
 
+@pytest.mark.parametrize("sampling", [SamplingParams(), SamplingParams(0.8, 20, 0.9, seed=4)])
+def test_logits_that_are_infinite_on_one_rank_end_the_request_on_all(
+    gang_of: MakeGang, sampling: SamplingParams
+) -> None:
+    one = request("a", 20, 4, sampling=sampling)
+    with gang_of(2) as gang:
+        clean = ids_of(gang.run(one))
+        head = gang.model(1).head
+        before = head[3].clone()
+        head[3] = float("inf")
+        ids, last = gang.run(one)["a"]
+        assert (ids, last.error_kind) == ((), "non_finite")
+        head[3] = before
+        assert ids_of(gang.run(one)) == clean
+        assert [rank.snapshot().nonfinite_rows for rank in gang.ranks] == [1, 0]
+    assert not gang.errors
+
+
 def test_a_recurrent_state_with_nan_ends_its_request_only(gang_of: MakeGang) -> None:
     """A state spoilt between two steps: the heads of one rank see it, all ranks agree on it."""
     requests = [request(name, 14 + i) for i, name in enumerate("abc")]

@@ -93,9 +93,11 @@ class Run:
         self.scheduler = Scheduler(limits)
         self.device = FakeDevice(limits)
         self.batches: list[TokenBatch] = []
+        self.arrivals: list[str] = []
 
     def add(self, *requests: EngineRequest) -> None:
         for request in requests:
+            self.arrivals.append(request.request_id)
             self.scheduler.add(request)
 
     def step(self, during: tuple[str, ...] = (), spoil: int | None = None) -> StepPlan:
@@ -113,7 +115,19 @@ class Run:
     def check(self, plan: StepPlan) -> None:
         self.scheduler.check_integrity()
         assert sum(row.count for row in plan.rows) <= self.scheduler.limits.step_tokens
-        assert len({row.slot for row in plan.rows}) == len(plan.rows), "a slot in two rows"
+        slots = {row.slot for row in plan.rows}
+        assert len(slots) == len(plan.rows), "a slot in two rows"
+        admitted = [admit.slot for admit in plan.admits]
+        assert len(set(admitted)) == len(admitted)
+        updates = [(update.slot, update.index) for update in plan.page_updates]
+        assert len(set(updates)) == len(updates)
+        pages = [update.page for update in plan.page_updates]
+        assert len(set(pages)) == len(pages), "a page for two places"
+        named = {*admitted, *(slot for slot, _ in updates)}
+        assert named <= slots, "something is left of a preempted sequence"
+        for queue in (self.scheduler.running, self.scheduler.waiting):
+            order = [self.arrivals.index(s.request.request_id) for s in queue]
+            assert order == sorted(order), "first come, first served"
         kinds = [bool(row.flags & RowFlag.PREFILL) for row in plan.rows]
         assert kinds == sorted(kinds), "decode rows come first"
         assert all(row.count > 0 for row in plan.rows)
@@ -236,6 +250,17 @@ def test_preempted_requests_resume_by_recompute_with_the_same_tokens() -> None:
         if row.flags & RowFlag.PREFILL and row.start == 0 and row.count > 10
     ]
     assert resumed, "a resumed request computes its own answer again"
+
+
+@pytest.mark.parametrize("short", range(1, 9))
+def test_a_request_preempted_after_its_row_was_planned_leaves_the_plan(short: int) -> None:
+    """A new decode row takes the last page, then the old prefill row of the same step needs it."""
+    run = Run(replace(LIMITS, step_tokens=8, prefill_chunk_tokens=4, num_pages=16))
+    requests = [request("old", 60, 3), request("new", short, 30)]
+    run.add(*requests)
+    run.finish()
+    assert run.scheduler.num_preemptions > 0
+    check_answers(run, requests)
 
 
 def test_the_oldest_request_is_never_preempted() -> None:
