@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -299,6 +299,16 @@ CASES: dict[str, Cases] = {
         ngram_ids, table_rows,
     )
 }  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def _unwritten_memory_is_nan() -> Iterator[None]:
+    """Memory that an operator asks for and does not write shows up in its result."""
+    torch.use_deterministic_algorithms(True, warn_only=True)
+    assert torch.utils.deterministic.fill_uninitialized_memory
+    assert torch.empty(3).isnan().all()
+    yield
+    torch.use_deterministic_algorithms(False)
 
 
 def copied(arguments: Arguments) -> Arguments:
