@@ -245,6 +245,12 @@ def _check(config: EngineConfig, spec: ModelSpec, options: PlanOptions) -> None:
             f"context_tokens = {config.context_tokens}, but {spec.name} goes to "
             f"{spec.max_context}: ask for at most that"
         )
+    context = config.context_tokens or spec.max_context
+    if 0 < config.kv_pool_tokens < context:
+        raise ConfigError(
+            f"kv_pool_tokens = {config.kv_pool_tokens}, but one sequence may have {context}: "
+            "raise it or lower context_tokens"
+        )
     for multiple in sorted({layer.mixer.page_multiple for layer in spec.layers}):
         if config.page_tokens % multiple:
             raise ConfigError(

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu, softplus
 
-from ops.reference import attention, conv
+from ops.reference import conv, moe, sampling
 
 _L2_EPS = 1e-6
+_GROUPED_MULTIPLE = 4  # grouped_mm wants rows of whole 16 bytes
 _ONE_TOKEN_ROUTES = 32  # gathering the weights of so many routes beats sorting them
 
 
@@ -114,6 +115,8 @@ def moe_experts(x: Tensor, weights: Tensor, local: Tensor, gate_up: Tensor, down
     owned = gate_up.shape[0]
     if owned == 0 or x.shape[0] == 0:
         return torch.zeros_like(x)
+    if x.shape[1] % _GROUPED_MULTIPLE or down.shape[2] % _GROUPED_MULTIPLE:
+        return moe.moe_experts(x, weights, local, gate_up, down)
     if local.numel() <= _ONE_TOKEN_ROUTES and x.shape[0] == 1:
         return _one_token(x, weights, local.flatten(), gate_up, down)
     weights = weights.masked_fill(local < 0, 0)
@@ -148,49 +151,11 @@ def _grouped(x: Tensor, weights: Tensor, local: Tensor, gate_up: Tensor, down: T
     return torch.bmm(weights.unsqueeze(1), routed).squeeze(1)
 
 
-def paged_attention(
-    query: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    page_table: Tensor,
-    positions: Tensor,
-    block_ids: Tensor | None,
-    block_tokens: int,
-    kv_groups: tuple[int, ...],
-    scale: float,
-) -> Tensor:
-    if block_ids is None and query.shape[:2] == (1, 1) and query.numel():
-        return _one_row(query, k_pool, v_pool, page_table, positions, kv_groups, scale)
-    return attention.paged_attention(
-        query, k_pool, v_pool, page_table, positions, block_ids, block_tokens, kv_groups, scale
-    )
-
-
-def _one_row(
-    query: Tensor,
-    k_pool: Tensor,
-    v_pool: Tensor,
-    page_table: Tensor,
-    positions: Tensor,
-    kv_groups: tuple[int, ...],
-    scale: float,
-) -> Tensor:
-    """A single dense query: pages gathered whole, unwritten tokens masked in K and V."""
-    keys = k_pool.index_select(0, page_table[0]).flatten(0, 1)  # [context, nkv, d]
-    values = v_pool.index_select(0, page_table[0]).flatten(0, 1)
-    hidden = torch.arange(keys.shape[0]) > positions[0]
-    values.masked_fill_(hidden[:, None, None], 0)
-    parts = []
-    for head, rows in enumerate(query[0, 0].split(list(kv_groups))):
-        scores = torch.matmul(rows, keys[:, head].t()).mul_(_constant(scale))
-        weights = scores.masked_fill_(hidden, float("-inf")).softmax(dim=-1)
-        parts.append(torch.matmul(weights, values[:, head]))
-    return torch.cat(parts)[None, None]
-
-
 def nonfinite_rows(logits: Tensor) -> Tensor:
-    # A NaN or an infinity survives a sum; finite fp32 logits are far from overflowing it.
-    return ~torch.isfinite(logits.sum(dim=-1))
+    if logits.shape[1] == 0:
+        return sampling.nonfinite_rows(logits)
+    low, high = torch.aminmax(logits, dim=-1)  # a NaN anywhere is both
+    return ~(torch.isfinite(low) & torch.isfinite(high))
 
 
 def causal_conv_chunk(
@@ -217,6 +182,5 @@ OPERATORS = (
     gated_delta_step,
     route,
     moe_experts,
-    paged_attention,
     nonfinite_rows,
 )

@@ -56,7 +56,7 @@ GEOMETRIES = {
         4,
     ),
     "uneven": Geometry(
-        36, 3, 5, (1, 3), 20, (0, 1, 1, 1, 2), 12, 24, 13, (1, 4, 5, 12), 20, 3, conv_kernel=3
+        36, 3, 5, (1, 3), 20, (0, 1, 1, 1, 2), 12, 24, 13, (1, 4, 5, 12), 18, 3, conv_kernel=3
     ),
     # One rank of six of the 169 GiB model; two of its experts stand for 85.
     "production": Geometry(

@@ -66,7 +66,7 @@ def test_weight_rows_equal_the_bytes_read_for_a_half_precision_run(tiny: Loaded)
 
 def test_pool_and_slot_bytes(tiny: Loaded) -> None:
     """One rank of two: 6 of 12 value heads, 2 of 4 key heads, 1 of 2 KV heads; fp32."""
-    rows = planned(tiny, kv_pool_tokens=640, page_tokens=16).ranks[0].rows
+    rows = planned(tiny, context_tokens=640, kv_pool_tokens=640, page_tokens=16).ranks[0].rows
     pages, slots = 40, 4
     assert rows["kv_pages"] == 2 * pages * 16 * 1 * 32 * 2 * 4
     assert rows["index_pages"] == 2 * (pages * 4 * 32 * 4 + slots * 8 * 32 * 4)
@@ -83,7 +83,7 @@ def test_recurrent_state_stays_float32(tiny: Loaded) -> None:
 
 def test_draft_head_rows(tiny: Loaded) -> None:
     spec, _ = tiny
-    plan = planned(tiny, mtp=2, kv_pool_tokens=640, page_tokens=16)
+    plan = planned(tiny, mtp=2, context_tokens=640, kv_pool_tokens=640, page_tokens=16)
     rows = plan.ranks[0].rows
     local = [prod(local_shape(t, plan.shares[0])) for t in spec.draft_tensors]
     assert rows["mtp_weights"] == 4 * sum(local)
@@ -198,7 +198,7 @@ def test_plan_id_is_stable_and_covers_the_decisions(tiny: Loaded) -> None:
         planned(tiny, **changes).plan_id
         for changes in (
             {"ranks": 3}, {"dtype": "float16"}, {"max_sequences": 5}, {"context_tokens": 2048},
-            {"page_tokens": 32}, {"kv_pool_tokens": 640}, {"mtp": 1}, {"step_tokens": 64},
+            {"page_tokens": 32}, {"kv_pool_tokens": 1088}, {"mtp": 1}, {"step_tokens": 64},
         )
     ]  # fmt: skip
     odd_even = [[list(range(0, 14, 2)), list(range(1, 14, 2))]]
@@ -269,3 +269,8 @@ def test_estimate_counts_one_token(tiny: Loaded) -> None:
     assert one.bytes_per_step > 4 * experts * 4 // 14
     assert two.bytes_per_step < one.bytes_per_step
     assert one.decode_step_s == one.bytes_per_step / PROFILES["cpu"].bandwidth_bytes_per_s
+
+
+def test_a_page_pool_below_one_context_is_refused(tiny: Loaded) -> None:
+    with pytest.raises(ConfigError, match=r"kv_pool_tokens = 1023.*1024"):
+        planned(tiny, kv_pool_tokens=1023)
