@@ -52,7 +52,10 @@ class Comm(Protocol):
     def barrier(self) -> None: ...
 
     def roll_call(self, phase: str, timeout_s: float) -> None:
-        """Wait, at length and without a collective, until all ranks reached `phase`."""
+        """Wait, at length and without a collective, until all ranks have loaded.
+
+        RankError after `timeout_s` (load_timeout_s), naming who has not reached `phase`.
+        """
 
     def close(self) -> None: ...
 

@@ -149,7 +149,7 @@ class GlooComm:
         self.seconds += time.perf_counter() - start
 
     def roll_call(self, phase: str, timeout_s: float) -> None:
-        self._meeting.renewed(timeout_s).roll_call(phase)
+        self._meeting.renewed(timeout_s, "load_timeout_s").roll_call(phase)
 
     def close(self) -> None:
         self._data.shutdown()

@@ -30,14 +30,15 @@ class Meeting:
     host: str
     store: TCPStore
     deadline: float  # time.monotonic() by which the gang must be complete
+    setting: str = "start_timeout_s"  # the configuration key that the deadline came from
 
     @property
     def remaining(self) -> timedelta:
         return timedelta(seconds=max(0.05, self.deadline - time.monotonic()))
 
-    def renewed(self, timeout_s: float) -> Meeting:
-        """The same seat with a new deadline."""
-        return replace(self, deadline=time.monotonic() + timeout_s)
+    def renewed(self, timeout_s: float, setting: str) -> Meeting:
+        """The same seat with a new deadline, which is the value of `setting`."""
+        return replace(self, deadline=time.monotonic() + timeout_s, setting=setting)
 
     def roll_call(self, phase: str) -> None:
         """Wait until all ranks reached `phase`; RankError names the ones that did not."""
@@ -47,7 +48,7 @@ class Meeting:
             if time.monotonic() > self.deadline:
                 raise RankError(
                     f"rank {self.rank}: ranks {missing} did not arrive in phase {phase!r} before "
-                    f"the start deadline; see their logs or raise start_timeout_s",
+                    f"the deadline; see their logs or raise {self.setting}",
                     rank=missing[0],
                     phase=phase,
                 )

@@ -11,18 +11,27 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from multiprocessing.connection import Connection, wait
 from typing import Any
 
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError
-from rank_worker.messages import EngineRequest, FinishReason, RankSnapshot, TokenBatch
+from rank_worker.load_progress import rank_text, slowest
+from rank_worker.messages import (
+    EngineRequest,
+    FinishReason,
+    LoadProgress,
+    RankSnapshot,
+    TokenBatch,
+)
 from rank_worker.rank import Rank
+from rank_worker.start_report import StartReport, start_report
 
 POLL_S = 0.2
+PROGRESS_S = 0.25  # a rank that loads tells how far it is at this interval
 STOP_TIMEOUT_S = 10.0
 
 
@@ -42,8 +51,11 @@ class GenerationResult:
     error: str | None = None
 
 
+OnProgress = Callable[[Sequence[LoadProgress]], None]
+
+
 class _Child:
-    """A spawned rank and the pipe that its last words come through."""
+    """A spawned rank and the pipe that its progress and its last words come through."""
 
     def __init__(self, config: EngineConfig, rank: int, world_size: int, port: int) -> None:
         # The server has torch imported and forks each rank, so more ranks start no slower.
@@ -55,18 +67,43 @@ class _Child:
         self.process = context.Process(target=_child_main, args=arguments, daemon=True)
         self.process.start()
         theirs.close()
+        self.progress = LoadProgress(rank, "starting")
+        self._snapshot: RankSnapshot | None = None
+        self._error: NrankError | None = None
+
+    def listen(self) -> None:
+        """Takes all that the rank has sent."""
+        try:
+            while self.pipe.poll(0):
+                self._take(self.pipe.recv())
+        except EOFError:
+            pass  # it has ended: failure() says how
+
+    def _take(self, message: LoadProgress | RankSnapshot | NrankError) -> None:
+        if isinstance(message, LoadProgress):
+            self.progress = message
+        elif isinstance(message, RankSnapshot):
+            self._snapshot = message
+        else:
+            self._error = message
+
+    def loaded(self) -> RankSnapshot:
+        """The snapshot that the rank sends once it has loaded; waits for it."""
+        while self._snapshot is None:
+            wait([self.pipe, self.process.sentinel])
+            failure = self.failure()
+            if failure is not None and self._snapshot is None:
+                raise failure
+        return self._snapshot
 
     def failure(self) -> NrankError | None:
         """Why the process ended before it was told to, or None while it runs."""
-        if self.process.is_alive():
+        is_alive = self.process.is_alive()
+        self.listen()
+        if is_alive:
             return None
-        try:
-            if self.pipe.poll(0):
-                error = self.pipe.recv()
-                if isinstance(error, NrankError):
-                    return error
-        except EOFError:
-            pass
+        if self._error is not None:
+            return self._error
         code = self.process.exitcode
         how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
         return RankError(f"rank {self.rank} {how}; see its output above", self.rank)
@@ -80,7 +117,8 @@ def _child_main(
     worker = Rank(config, rank, world_size)
     try:
         worker.open(port)
-        worker.load()
+        with _reporting(worker, pipe):
+            worker.load()
         pipe.send(worker.snapshot())
         worker.run()
         pipe.send(worker.snapshot())
@@ -89,6 +127,27 @@ def _child_main(
         os._exit(1)
     finally:
         worker.close()
+
+
+@contextmanager
+def _reporting(worker: Rank, pipe: Connection) -> Iterator[None]:
+    """While inside, the pipe is a thread's that tells the launcher how far the rank has loaded."""
+    done = threading.Event()
+
+    def report() -> None:
+        try:
+            while not done.wait(PROGRESS_S):
+                pipe.send(worker.progress())
+        except OSError:
+            return  # the launcher is gone, and this process ends with it
+
+    thread = threading.Thread(target=report, name="load-report", daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        done.set()
+        thread.join()
 
 
 def _end_with_launcher() -> None:
@@ -110,8 +169,9 @@ def _end_with_launcher() -> None:
 class Engine:
     """A running gang. `generate` takes requests and returns when all of them ended."""
 
-    def __init__(self, config: EngineConfig) -> None:
+    def __init__(self, config: EngineConfig, on_progress: OnProgress | None = None) -> None:
         self.config = config
+        self.on_progress = on_progress
         self.rank0 = Rank(config, 0, config.ranks)
         self.snapshots: list[RankSnapshot] = []
         self._children: list[_Child] = []
@@ -131,12 +191,21 @@ class Engine:
                 _Child(self.config, rank, world_size, self._port) for rank in range(1, world_size)
             ]
         self._thread.start()
-        deadline = time.monotonic() + self.config.start_timeout_s + self.config.load_timeout_s
+        self._wait_loaded()
+        self.snapshots = [self.rank0.snapshot(), *(child.loaded() for child in self._children)]
+
+    def _wait_loaded(self) -> None:
+        """Until rank 0 has loaded, which it has when all have. Rank 0 itself limits the meeting."""
+        deadline: float | None = None
         while not self._loaded.wait(POLL_S):
             self._raise_failure()
-            if time.monotonic() > deadline:
-                raise RankError("ranks did not start in time: raise start_timeout_s", 0)
-        self.snapshots = [self.rank0.snapshot()] + [c.pipe.recv() for c in self._children]
+            ranks = [self.rank0.progress(), *(child.progress for child in self._children)]
+            if self.on_progress is not None:
+                self.on_progress(ranks)
+            if deadline is None and ranks[0].phase == "loading":
+                deadline = time.monotonic() + self.config.load_timeout_s
+            if deadline is not None and time.monotonic() > deadline:
+                raise _late(ranks, self.config.load_timeout_s)
 
     def _lead(self) -> None:
         try:
@@ -150,6 +219,8 @@ class Engine:
             self.rank0.close()
 
     def _raise_failure(self) -> None:
+        for child in self._children:
+            child.listen()
         dead = [c for c in self._children if not c.process.is_alive()]
         if self._error is not None and not dead:
             wait([c.process.sentinel for c in self._children], timeout=1.0)
@@ -181,12 +252,20 @@ class Engine:
                 yield batch
 
     def stats(self) -> dict[str, Any]:
-        """Rates of the last `generate`, bytes each rank read, routes to each expert so far."""
+        """Rates of the last `generate`, bytes each rank read, routes to each expert so far, and
+        what was planned beside what was measured after the start.
+        """
         return {
             **self._times,
             "bytes_read": [s.weights_read_bytes for s in self.snapshots],
+            "bytes_planned": [s.weights_planned_bytes for s in self.snapshots],
+            "start": asdict(self.start_report()),
             "expert_counts": self.rank0.expert_counts(),
         }
+
+    def start_report(self) -> StartReport:
+        assert self.rank0.plan is not None, "start() comes first"
+        return start_report(self.rank0.plan, self.snapshots)
 
     def close(self) -> None:
         """Stops the loops, then ends whatever did not stop in time."""
@@ -200,6 +279,16 @@ class Engine:
                 child.process.kill()
             child.process.join(STOP_TIMEOUT_S)
             child.pipe.close()
+
+
+def _late(ranks: Sequence[LoadProgress], timeout_s: float) -> RankError:
+    late = slowest(ranks)
+    if late is None:
+        return RankError(
+            f"all weights are read, but no step was made: load_timeout_s={timeout_s:g}"
+        )
+    text = f"not loaded within load_timeout_s={timeout_s:g}; slowest is {rank_text(late)}"
+    return RankError(text, rank=late.rank, phase="load")
 
 
 class _Record:
@@ -251,9 +340,12 @@ def _rates(
 
 
 @contextmanager
-def launch_engine(config: EngineConfig) -> Iterator[Engine]:
-    """A started Engine, closed at the end. NrankError when it can't start."""
-    engine = Engine(config)
+def launch_engine(config: EngineConfig, on_progress: OnProgress | None = None) -> Iterator[Engine]:
+    """A started Engine, closed at the end. NrankError when it can't start.
+
+    `on_progress` is called about five times a second while weights are loaded.
+    """
+    engine = Engine(config, on_progress)
     try:
         engine.start()
         yield engine

@@ -37,12 +37,24 @@ class LoadCounter:
 
     planned_bytes: int = 0
     read_bytes: int = 0
-    seconds: float = 0.0
+    first_s: float = 0.0  # time.monotonic() when reading began; 0 before
+    last_s: float = 0.0  # when bytes came last
     lock: threading.Lock = field(default_factory=threading.Lock, repr=False)
+
+    def begin(self) -> None:
+        self.first_s = self.first_s or time.monotonic()
 
     def add(self, num_bytes: int) -> None:
         with self.lock:
             self.read_bytes += num_bytes
+            self.last_s = time.monotonic()
+
+    def elapsed_s(self) -> float:
+        """Since reading began; stands still once all that was planned is read."""
+        if not self.first_s:
+            return 0.0
+        is_done = self.read_bytes >= self.planned_bytes and self.last_s > 0
+        return (self.last_s if is_done else time.monotonic()) - self.first_s
 
 
 @dataclass(frozen=True)
@@ -81,14 +93,13 @@ class Loader:
         before = self.counter.read_bytes
         if not is_announced:
             self.counter.planned_bytes += planned
-        began = time.monotonic()
+        self.counter.begin()
         out = {t.role: torch.empty(t.local_shape, dtype=self._target_dtype(t)) for t in reads}
         jobs = [job for tensor in reads for job in self._jobs(tensor, out[tensor.role])]
         jobs.sort(key=lambda job: (job.chunk.file, job.chunk.offset))
         try:
             self._run(jobs)
         finally:
-            self.counter.seconds += time.monotonic() - began
             for fd in self._files.values():
                 os.close(fd)
             self._files.clear()

@@ -73,6 +73,7 @@ class LoadProgress:
     phase: str  # "starting", "loading", "ready"
     read_bytes: int = 0
     planned_bytes: int = 0
+    seconds: float = 0.0  # since the first read; stands still once all is read
 
 
 @dataclass(frozen=True)
@@ -97,7 +98,7 @@ class RankSnapshot:
     busy_steps: int = 0
     weights_planned_bytes: int = 0
     weights_read_bytes: int = 0
-    load_seconds: float = 0.0  # spent reading weights
+    load_seconds: float = 0.0  # from the first read of weights to the last
     warm_step_seconds: float = 0.0  # a decode step of one row, measured before serving
     expert_tokens: int = 0  # token-expert pairs this rank computed, warm-up left out
     nonfinite_rows: int = 0

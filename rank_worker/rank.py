@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -44,6 +44,7 @@ class Rank:
         self.config, self.rank, self.world_size, self.epoch = config, rank, world_size, epoch
         self.comm: Comm = LocalComm()
         self.counter = LoadCounter()
+        self.pace: Callable[[int], None] | None = None  # see Loader; to be set before load()
         self.plan: Plan | None = None
         self._store: Any = None  # rank 0: the rendezvous store it serves
         self.runner: Runner | None = None
@@ -82,11 +83,12 @@ class Rank:
         plan, share = self.plan, self.plan.ranks[self.rank].share
         reads = plan_reads(spec.tensors, share, prepared.headers)
         dtype = parameter_dtype(self.config.dtype)
-        source = WeightSource(Loader(dtype, self.counter), spec.tensors, reads)
+        source = WeightSource(Loader(dtype, self.counter, self.pace), spec.tensors, reads)
         self._weight_bytes = source.row_bytes
         ops = OpSet(Capability(self.config.device, dtype=dtype), self.config.check_contracts)
+        device = open_device(self.config.device)
         parts = Parts(
-            ops, open_device(self.config.device), spec, share, plan.replica_table,
+            ops, device, spec, share, plan.replica_table,
             plan.num_pages, plan.page_tokens, plan.num_slots,
         )  # fmt: skip
         vocab = tuple(s.ranges[Axis.VOCAB] for s in plan.shares)
@@ -96,6 +98,7 @@ class Rank:
             self.scheduler = Scheduler(self._limits(plan))
         self.comm.roll_call("loaded", self.config.load_timeout_s)
         self._warm_up()
+        device.release_freed()
         self._phase = "ready"
 
     def _limits(self, plan: Plan) -> SchedulerLimits:
@@ -227,8 +230,9 @@ class Rank:
                 return tuple(batches)
 
     def progress(self) -> LoadProgress:
+        counter = self.counter
         return LoadProgress(
-            self.rank, self._phase, self.counter.read_bytes, self.counter.planned_bytes
+            self.rank, self._phase, counter.read_bytes, counter.planned_bytes, counter.elapsed_s()
         )
 
     def snapshot(self) -> RankSnapshot:
@@ -257,7 +261,7 @@ class Rank:
             busy_steps=self._busy_steps,
             weights_planned_bytes=self.counter.planned_bytes,
             weights_read_bytes=self.counter.read_bytes,
-            load_seconds=self.counter.seconds,
+            load_seconds=self.counter.elapsed_s(),
             warm_step_seconds=self._warm_step_seconds,
             expert_tokens=self._expert_tokens(),
             nonfinite_rows=self._nonfinite_rows,
