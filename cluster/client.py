@@ -7,12 +7,13 @@ deployment handle) and the types that only this interface uses. Knows nothing of
 from __future__ import annotations
 
 from collections.abc import AsyncIterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
 from placement.errors import ErrorKind, NrankError
 from rank_worker.messages import EngineRequest, RankSnapshot, TokenBatch
+from rank_worker.start_report import StartReport
 
 
 class NotServing(NrankError):
@@ -55,8 +56,13 @@ class RankStatus:
     physical_chip: int = -1
     step: int = 0
     heartbeat_age_s: float = 0.0
-    planned_bytes: int = 0
-    measured_bytes: int = 0
+    planned_bytes: int = 0  # all ledger rows
+    measured_bytes: int = 0  # rows that are tensors: no workspace, no reserve
+    weights_planned_bytes: int = 0  # to be read from the checkpoint
+    weights_read_bytes: int = 0
+    load_seconds: float = 0.0  # from the first read of weights to now, or to the last
+    planned_rows: dict[str, int] = field(default_factory=dict)  # ledger row -> bytes
+    measured_rows: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -80,11 +86,13 @@ class EngineStatus:
     configured_tokens: int = 0
     allocated_tokens: int = 0
     certified_tokens: int = 0
+    slowest_rank: int = -1  # while ranks load: the one that the others will wait for
+    start: StartReport | None = None  # of the gang that serves now
     ranks: tuple[RankStatus, ...] = ()
 
 
 class EngineClient(Protocol):
-    """An engine seen from the ingress. Only `generate` and `status` may raise.
+    """An engine seen from the ingress. Only `generate`, `status` and `expert_counts` may raise.
 
     Implementations behind a remote handle turn transport faults into `NotServing`.
     """
@@ -105,6 +113,12 @@ class EngineClient(Protocol):
     async def status(self) -> EngineStatus: ...
 
     async def snapshots(self) -> tuple[RankSnapshot, ...]: ...
+
+    async def expert_counts(self) -> list[list[int]]:
+        """Tokens routed to each expert of each layer since the gang started: [layer][expert].
+
+        Raises NotServing while no gang serves.
+        """
 
     async def metrics_text(self) -> bytes:
         """Prometheus text format 0.0.4 of the whole gang."""

@@ -6,24 +6,30 @@ only count of admitted requests. Touches no device and knows no Ray.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Callable
+import asyncio
+import logging
+from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from cluster.client import EngineState, EngineStatus, NotServing, RankStatus
-from cluster.gang import Launcher
+from cluster.gang import LOADING, Launcher
 from cluster.metrics import BuildInfo, EngineMetrics
-from cluster.rank_status import load_progress, rank_status
+from cluster.rank_status import rank_status
 from cluster.session import GangListener, Session
 from cluster.streams import Stream, StreamTable
 from cluster.supervisor import RestartPolicy, Supervisor
 from placement.config import EngineConfig
 from placement.errors import ClientError, ErrorKind, NrankError, RankError
 from placement.plan import Plan
+from rank_worker.load_progress import slowest
 from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
+from rank_worker.start_report import StartReport, start_report
+
+logger = logging.getLogger("nrank.coordinator")
 
 QUEUE_RETRY_S = 1.0
 START_RETRY_S = 5.0
-PROGRESS_S = 0.5
+ASK_S = 5.0  # a rank that runs answers a question in this time
 CLOSE_S = 5.0  # readers get this long to take the last batch of a stream that we ended
 # Error batches that we make ourselves: before the first token they are refusals.
 OWN_KINDS = (ErrorKind.RANK_FAILURE, ErrorKind.DRAINING, ErrorKind.HELD)
@@ -59,10 +65,13 @@ class Coordinator:
         self._hold_reason = ""
         self._cut_reason = ""
         self._draining = False
+        self._start: StartReport | None = None
         self._metrics = EngineMetrics(settings.model_id, config.ranks, settings.build)
         listener = GangListener(
             on_batch=self._deliver,
             on_snapshot=lambda snapshot: self._metrics.update_snapshots((snapshot,)),
+            on_load=self._metrics.update_load,
+            on_ready=self._gang_ready,
             on_end=self._gang_ended,
             on_restart=self._gang_restarts,
             has_work=self._has_work,
@@ -205,7 +214,12 @@ class Coordinator:
         self._metrics.observe_batch(batch)
         self._streams.dispatch(batch)
 
+    def _gang_ready(self, snapshots: tuple[RankSnapshot, ...]) -> None:
+        self._start = start_report(self._plan, snapshots)
+        logger.info("%s", self._start.text())
+
     def _gang_ended(self, error: NrankError | None) -> None:
+        self._start = None
         kind = ErrorKind.DRAINING if self._draining else ErrorKind.RANK_FAILURE
         self._streams.fail_all(kind, str(error or "the gang has ended"))
 
@@ -254,6 +268,18 @@ class Coordinator:
         """The last snapshot of every rank of the gang at work, none between two gangs."""
         return self._session.snapshots if self._session is not None else ()
 
+    async def expert_counts(self) -> list[list[int]]:
+        """As rank 0 last counted, between two steps. Raises NotServing while no gang serves."""
+        session = self._session
+        if session is None or not self._supervisor.ready:
+            raise self._refusal(ErrorKind.NOT_READY, f"the engine is {self.state}: {self._why()}")
+        try:
+            async with asyncio.timeout(ASK_S):
+                return await session.expert_counts()
+        except (RankError, TimeoutError) as error:
+            text = f"rank 0 does not tell its counts: {error or 'no answer'}"
+            raise self._refusal(ErrorKind.RANK_FAILURE, text) from error
+
     async def metrics_text(self) -> bytes:
         self._metrics.set_state(self.state)
         return self._metrics.render()
@@ -264,6 +290,7 @@ class Coordinator:
     async def status(self) -> EngineStatus:
         plan, supervisor, state = self._plan, self._supervisor, self.state
         running, waiting = self._load()
+        late = slowest(list(self._loading().values()))
         return EngineStatus(
             state=state,
             ready=state is EngineState.SERVING,
@@ -282,7 +309,9 @@ class Coordinator:
             configured_tokens=plan.context.configured_tokens,
             allocated_tokens=plan.context.allocated_tokens,
             certified_tokens=plan.context.certified_tokens,
-            ranks=await self._rank_statuses(),
+            slowest_rank=late.rank if late is not None else -1,
+            start=self._start,
+            ranks=self._rank_statuses(),
         )
 
     def _load(self) -> tuple[int, int]:
@@ -300,20 +329,25 @@ class Coordinator:
         }
         return reasons.get(state, self._why())
 
-    async def _rank_statuses(self) -> tuple[RankStatus, ...]:
-        """Each rank as it last told; while loading, as it tells now."""
+    def _loading(self) -> Mapping[int, LoadProgress]:
+        """What ranks that load told last; empty before and after."""
+        gang, phase = self._supervisor.gang, self._supervisor.phase
+        return gang.progress if gang is not None and phase == LOADING else {}
+
+    def _rank_statuses(self) -> tuple[RankStatus, ...]:
+        """Each rank as it last told."""
         gang, session = self._supervisor.gang, self._session
         if gang is None or len(gang.ranks) < gang.world_size:
             return ()
-        phases = {} if session is not None else await load_progress(gang.ranks, PROGRESS_S)
+        loading = self._loading()
         snapshots = {s.rank: s for s in session.snapshots} if session is not None else {}
         return tuple(
             rank_status(
                 rank.identity,
-                phases.get(index) or LoadProgress(index, self._supervisor.phase),
+                loading.get(index) or LoadProgress(index, self._supervisor.phase),
                 snapshots.get(index),
                 session.heartbeat_age_s(index) if session is not None else 0.0,
-                self._plan.ranks[index].planned_bytes,
+                self._plan.ranks[index].rows,
             )
             for index, rank in enumerate(gang.ranks)
         )

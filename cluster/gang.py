@@ -11,8 +11,10 @@ from collections.abc import Awaitable, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Protocol, TypeVar
 
+from cluster.load_watch import LoadWatch
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError
+from rank_worker.load_progress import rank_text, slowest
 from rank_worker.messages import (
     EngineRequest,
     LoadProgress,
@@ -23,11 +25,16 @@ from rank_worker.messages import (
 
 T = TypeVar("T")
 
+LOADING = "loading"  # the phase in which ranks tell their progress
 SETTLE_S = 1.0  # after a first failure: time for peers to fail too, so that the silent ones show
 
 
 class RankDied(RankError):
     """The process of a rank is gone; the message carries what is known of the cause."""
+
+
+class PhaseTimeout(RankError):
+    """A start phase reached its deadline with ranks still at work and none failed."""
 
 
 class RankHandle(Protocol):
@@ -59,6 +66,8 @@ class RankHandle(Protocol):
     async def snapshot(self) -> RankSnapshot: ...
 
     async def progress(self) -> LoadProgress: ...
+
+    async def expert_counts(self) -> list[list[int]]: ...
 
 
 class Launcher(Protocol):
@@ -138,7 +147,8 @@ def _phase_error(
             f"no answer from rank(s) {names} ({arrived} of {world_size} done, "
             f"{setting}={timeout_s:g})"
         )
-    return RankError(f"start phase {phase}: " + "; ".join(parts), rank=rank, phase=phase)
+    kind = RankError if ranked else PhaseTimeout
+    return kind(f"start phase {phase}: " + "; ".join(parts), rank=rank, phase=phase)
 
 
 def _text(error: BaseException) -> str:
@@ -195,6 +205,7 @@ class Gang:
         self._config = config
         self.world_size = config.ranks
         self.ranks: tuple[RankHandle, ...] = ()
+        self._watch: LoadWatch | None = None
         self._runs: dict[asyncio.Future[None], int] = {}
         self._stopping = False
 
@@ -202,7 +213,16 @@ class Gang:
     def leader(self) -> RankHandle:
         return self.ranks[0]
 
-    async def start(self, on_phase: Callable[[str], None]) -> None:
+    @property
+    def progress(self) -> Mapping[int, LoadProgress]:
+        """How far ranks had loaded when last asked; empty before they load."""
+        return self._watch.last if self._watch is not None else {}
+
+    async def start(
+        self,
+        on_phase: Callable[[str], None],
+        on_progress: Callable[[Sequence[LoadProgress]], None],
+    ) -> None:
         """Places, connects and loads the ranks and starts their loops.
 
         Raises NrankError: each phase has a deadline, and the death of a rank ends it at once.
@@ -215,12 +235,29 @@ class Gang:
         await self._phase("assign", lambda i, r: r.assign(i, self.world_size), *start)
         port = (await run_phase("listen", {0: self.leader.listen()}, *start))[0]
         await self._phase("connect", lambda _, rank: rank.open(port), *start)
-        on_phase("loading")
-        await self._phase(
-            "load", lambda _, rank: rank.load(), config.load_timeout_s, "load_timeout_s"
-        )
+        on_phase(LOADING)
+        await self._load(on_progress)
         on_phase("warming up")
         self._runs = {asyncio.ensure_future(r.run()): i for i, r in enumerate(self.ranks)}
+
+    async def _load(self, on_progress: Callable[[Sequence[LoadProgress]], None]) -> None:
+        """At the deadline all ranks are late, since the fast ones wait: the slowest is named."""
+        watch = self._watch = LoadWatch(self.ranks, on_progress)
+        asking = asyncio.ensure_future(watch.run())
+        timeout_s = self._config.load_timeout_s
+        try:
+            await self._phase("load", lambda _, rank: rank.load(), timeout_s, "load_timeout_s")
+        except PhaseTimeout as error:
+            late = slowest(await watch.ask())
+            if late is None:
+                raise
+            text = f"{error}; slowest is {rank_text(late)}"
+            raise RankError(text, rank=late.rank, phase=error.phase) from None
+        finally:
+            asking.cancel()
+            await asyncio.wait({asking})
+        if not asking.cancelled():
+            asking.result()  # it ends by a fault only
 
     async def _phase(
         self,

@@ -66,6 +66,7 @@ def make_app(
     app.get("/health")(routes.health)
     app.get("/ready")(routes.ready)
     app.get("/status")(routes.status)
+    app.get("/status/experts")(routes.experts)
     app.get("/metrics")(routes.metrics)
     install_error_handlers(app)
     app.add_middleware(HttpTrace, engine=engine)
@@ -118,6 +119,10 @@ class _Routes:
         status = dataclasses.asdict(await self._status())
         snapshots = [dataclasses.asdict(item) for item in await self._engine.snapshots()]
         return JSONResponse({**status, "snapshots": snapshots})
+
+    async def experts(self) -> Response:
+        """Tokens routed to each expert of each layer: what `nrank plan --counts` balances by."""
+        return JSONResponse({"layers": await self._engine.expert_counts()})
 
     async def metrics(self) -> Response:
         return Response(await self._engine.metrics_text(), media_type=METRICS_TYPE)

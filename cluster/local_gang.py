@@ -89,6 +89,9 @@ class ThreadRank:
     async def progress(self) -> LoadProgress:
         return await self._in(self._control, lambda: self.engine.progress())
 
+    async def expert_counts(self) -> list[list[int]]:
+        return await self._in(self._control, lambda: self.engine.expert_counts())
+
     async def end(self, timeout_s: float) -> bool:
         """Waits for the loop to end; False when it did not within `timeout_s`."""
         if self._running is not None:

@@ -25,7 +25,13 @@ from prometheus_client.metrics import MetricWrapperBase
 from cluster.client import EngineState
 from cluster.rank_series import RankSeries
 from placement.errors import ErrorKind
-from rank_worker.messages import EngineRequest, FinishReason, RankSnapshot, TokenBatch
+from rank_worker.messages import (
+    EngineRequest,
+    FinishReason,
+    LoadProgress,
+    RankSnapshot,
+    TokenBatch,
+)
 
 RANK_SILENT_S = 10.0  # a rank that hasn't reported for so long has no series but rank_up 0
 
@@ -129,7 +135,15 @@ METRICS: tuple[MetricSpec, ...] = (
         "nrank_collective_seconds", _S, "Time in collectives a step with work", _RANK, "seconds"
     ),
     MetricSpec("nrank_expert_tokens_total", _C, "Token-expert pairs computed", _RANK),
+    MetricSpec("nrank_weights_planned_bytes", _G, "Bytes to read at load", _RANK, "bytes"),
     MetricSpec("nrank_weights_loaded_bytes_total", _C, "Bytes read at load", _RANK, "bytes"),
+    MetricSpec(
+        "nrank_weights_load_seconds",
+        _G,
+        "First read of weights to the last, or to now while loading",
+        _RANK,
+        "seconds",
+    ),
 )
 
 
@@ -183,6 +197,10 @@ class EngineMetrics:
     def update_snapshots(self, snapshots: Iterable[RankSnapshot]) -> None:
         """Take the ranks' latest figures. Counters of an older epoch stay in the sums."""
         self._ranks.update(snapshots)
+
+    def update_load(self, epoch: int, ranks: Iterable[LoadProgress]) -> None:
+        """Take how far ranks have loaded, from the same ranks that will send snapshots."""
+        self._ranks.update_load(epoch, ranks)
 
     def set_state(self, state: EngineState) -> None:
         for name in EngineState:

@@ -39,6 +39,8 @@ class RankEngine(Protocol):
 
     def progress(self) -> LoadProgress: ...
 
+    def expert_counts(self) -> list[list[int]]: ...
+
 
 RankFactory = Callable[[EngineConfig, int, int], RankEngine]
 

@@ -17,8 +17,9 @@ from prometheus_client.core import (
 )
 from prometheus_client.registry import Collector
 
-from rank_worker.messages import RankSnapshot
+from rank_worker.messages import LoadProgress, RankSnapshot
 
+LOADING = -1  # the step of a rank that has made none yet, not even a warm-up
 _SUMMED = (
     "step_seconds",
     "collective_seconds",
@@ -44,6 +45,10 @@ _RANK_COUNTERS = {
     "nrank_expert_tokens_total": "expert_tokens",
     "nrank_weights_loaded_bytes_total": "weights_read_bytes",
 }
+_RANK_GAUGES = {
+    "nrank_weights_planned_bytes": "weights_planned_bytes",
+    "nrank_weights_load_seconds": "load_seconds",
+}
 _RANK_SUMMARIES = {
     "nrank_rank_step_seconds": "step_seconds",
     "nrank_collective_seconds": "collective_seconds",
@@ -58,6 +63,7 @@ class RankSeries(Collector):
             *_LEADER_GAUGES,
             *_LEADER_COUNTERS,
             *_RANK_COUNTERS,
+            *_RANK_GAUGES,
             *_RANK_SUMMARIES,
             "nrank_kv_cache_usage_ratio",
             "nrank_rank_up",
@@ -92,6 +98,16 @@ class RankSeries(Collector):
                 self._add(snapshot, last, field)
             self._last[snapshot.rank] = snapshot
 
+    def update_load(self, epoch: int, ranks: Iterable[LoadProgress]) -> None:
+        """Figures of ranks that load: a snapshot before any step, without pools and requests."""
+        self.update(
+            RankSnapshot(
+                one.rank, epoch, self._clock(), LOADING, load_seconds=one.seconds,
+                weights_planned_bytes=one.planned_bytes, weights_read_bytes=one.read_bytes,
+            )
+            for one in ranks
+        )  # fmt: skip
+
     def collect(self) -> Iterator[Metric]:
         now_s = self._clock()
         live = {
@@ -99,8 +115,10 @@ class RankSeries(Collector):
             for rank, snapshot in self._last.items()
             if now_s - snapshot.time_s <= self._silent_s
         }
-        yield from self._leader(live.get(0))
+        leader = live.get(0)
+        yield from self._leader(leader if leader and leader.step > LOADING else None)
         yield from self._counters()
+        yield from self._load(live)
         yield from self._health(live, now_s)
         yield self._memory(live)
 
@@ -140,6 +158,15 @@ class RankSeries(Collector):
                 steps = int(self._sums[rank, "busy_steps"])
                 summary.add_metric([str(rank)], steps, self._sums[rank, field])
             yield summary
+
+    def _load(self, live: dict[int, RankSnapshot]) -> Iterator[Metric]:
+        """Nothing of a rank that has not planned yet."""
+        for name, field in _RANK_GAUGES.items():
+            family = self._gauge(name, "rank")
+            for rank, snapshot in sorted(live.items()):
+                if snapshot.weights_planned_bytes:
+                    family.add_metric([str(rank)], getattr(snapshot, field))
+            yield family
 
     def _health(self, live: dict[int, RankSnapshot], now_s: float) -> Iterator[Metric]:
         up = self._gauge("nrank_rank_up", "rank")

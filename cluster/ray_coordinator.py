@@ -35,7 +35,7 @@ TRANSPORT = (RayError, RayServeException)
 
 @dataclass(frozen=True)
 class Refusal:
-    """A ClientError or NotServing on its way to the ingress, sent in place of a first batch."""
+    """A ClientError or NotServing on its way to the ingress, sent in place of an answer."""
 
     message: str
     kind: ErrorKind
@@ -92,6 +92,12 @@ class CoordinatorReplica:
 
     async def snapshots(self) -> tuple[RankSnapshot, ...]:
         return await self._coordinator.snapshots()
+
+    async def expert_counts(self) -> list[list[int]] | Refusal:
+        try:
+            return await self._coordinator.expert_counts()
+        except NotServing as error:
+            return Refusal.of(error)
 
     async def metrics_text(self) -> bytes:
         return await self._coordinator.metrics_text()
@@ -166,6 +172,12 @@ class RemoteEngine:
 
     async def snapshots(self) -> tuple[RankSnapshot, ...]:
         return await self._ask(self._handle.snapshots.remote())
+
+    async def expert_counts(self) -> list[list[int]]:
+        answer = await self._ask(self._handle.expert_counts.remote())
+        if isinstance(answer, Refusal):
+            raise answer.error()
+        return answer  # type: ignore[no-any-return]
 
     async def metrics_text(self) -> bytes:
         return await self._ask(self._handle.metrics_text.remote())

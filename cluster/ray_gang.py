@@ -100,6 +100,10 @@ class RankWorker:
     def progress(self) -> LoadProgress:
         return self.engine.progress()
 
+    @ray.method(concurrency_group="control")
+    def expert_counts(self) -> list[list[int]]:
+        return self.engine.expert_counts()
+
 
 class RayRank:
     """RankHandle of one actor; Ray's errors become ours."""
@@ -161,6 +165,9 @@ class RayRank:
 
     async def progress(self) -> LoadProgress:
         return await self._ask(self.actor.progress.remote())
+
+    async def expert_counts(self) -> list[list[int]]:
+        return await self._ask(self.actor.expert_counts.remote())
 
     async def wait_dead(self) -> None:
         """Returns once Ray answers that the actor is dead, after a kill."""

@@ -7,14 +7,14 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Awaitable, Callable
+from collections.abc import Awaitable, Callable, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.gang import Gang, ProgressWatch, RankHandle
 from cluster.outbox import Outbox
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError
-from rank_worker.messages import EngineRequest, RankSnapshot, TokenBatch
+from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
 
 POLL_S = 1.0  # an idle poll for outputs returns after this time
 PROBE_ID = "nrank-first-step"
@@ -30,6 +30,8 @@ class GangListener:
 
     on_batch: Callable[[TokenBatch], None]
     on_snapshot: Callable[[RankSnapshot], None]
+    on_load: Callable[[int, Sequence[LoadProgress]], None]  # epoch, ranks that load
+    on_ready: Callable[[tuple[RankSnapshot, ...]], None]  # one snapshot a rank
     on_end: Callable[[NrankError | None], None]
     on_restart: Callable[[NrankError], None]
     has_work: Callable[[], bool]
@@ -94,6 +96,9 @@ class Session:
 
     async def stop(self, timeout_s: float) -> None:
         await self._gang.stop(timeout_s)
+
+    async def expert_counts(self) -> list[list[int]]:
+        return await self._gang.leader.expert_counts()
 
     async def refresh(self) -> tuple[RankSnapshot, ...]:
         """Asks every rank now, instead of telling the last answers."""

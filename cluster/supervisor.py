@@ -10,6 +10,7 @@ import logging
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from cluster.gang import Gang, Launcher
 from cluster.session import GangListener, Session
@@ -115,7 +116,7 @@ class Supervisor:
         begun_s = time.monotonic()
         failure: NrankError | None = None
         try:
-            await gang.start(self._enter)
+            await gang.start(self._enter, partial(self._listener.on_load, self.epoch))
             session = self.session = Session(
                 gang, self._config, self.epoch, self._listener, self._interval_s, self._served
             )
@@ -139,6 +140,8 @@ class Supervisor:
     def _served(self) -> None:
         self.reason = ""
         self._enter("running")
+        assert self.session is not None
+        self._listener.on_ready(self.session.snapshots)
 
     async def _recover(self, error: NrankError) -> bool:
         """Waits for the next start; False when there will be none."""

@@ -12,7 +12,7 @@ import pytest
 from fastapi import FastAPI
 from fastapi.testclient import TestClient
 
-from cluster.client import EngineState, EngineStatus
+from cluster.client import EngineState, EngineStatus, NotServing
 from cluster.ingress import EdgeSettings, make_app
 from cluster.model_card import ModelCard, load_model_card
 from cluster.tokens import Tokenizer
@@ -87,6 +87,11 @@ class ScriptedEngine:
 
     async def snapshots(self) -> tuple[RankSnapshot, ...]:
         return (RankSnapshot(rank=0, epoch=1, time_s=0.0, step=5),)
+
+    async def expert_counts(self) -> list[list[int]]:
+        if not self.state.ready:
+            raise NotServing("the engine is starting: loading")
+        return [[1, 2], [3, 4]]
 
     async def metrics_text(self) -> bytes:
         return b"# HELP nrank_up x\n"

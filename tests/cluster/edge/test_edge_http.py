@@ -8,10 +8,11 @@ from typing import Any
 import pytest
 from fastapi.testclient import TestClient
 
-from cluster.client import EngineState, EngineStatus, NotServing
+from cluster.client import EngineState, EngineStatus, NotServing, RankStatus
 from cluster.tokens import Tokenizer
 from placement.errors import ClientError, ErrorKind, RankError
 from rank_worker.messages import FinishReason, TokenBatch
+from rank_worker.start_report import RankBytes, StartReport
 
 MODEL = "tiny-flash-next"
 CHAT: dict[str, Any] = {"model": MODEL, "messages": [{"role": "user", "content": "hi"}]}
@@ -177,6 +178,23 @@ def test_models_tell_the_three_contexts(client: TestClient, engine: Any) -> None
     assert entry["context"] == contexts
     assert client.get(f"/v1/models/{MODEL}").json() == entry
     check_envelope(client.get("/v1/models/a/b"), 404, "model_not_found")
+
+
+def test_expert_counts_are_told_while_the_gang_serves(client: TestClient, engine: Any) -> None:
+    assert client.get("/status/experts").json() == {"layers": [[1, 2], [3, 4]]}
+    engine.state = EngineStatus(EngineState.STARTING, ready=False)
+    check_envelope(client.get("/status/experts"), 503, "not_ready")
+
+
+def test_status_is_json_with_the_report_of_the_start(client: TestClient, engine: Any) -> None:
+    report = StartReport(0.001, 0.004, 1, (RankBytes(0, 10, 11), RankBytes(1, 20, 21)))
+    ranks = (RankStatus(0, "running", planned_rows={"dense": 10}, measured_rows={"dense": 11}),)
+    engine.state = EngineStatus(EngineState.SERVING, True, start=report, ranks=ranks)
+    status = client.get("/status").json()
+    assert status["start"]["ranks"][1] == {"rank": 1, "planned_bytes": 20, "measured_bytes": 21}
+    assert status["start"]["measured_step_s"] == 0.004
+    assert status["ranks"][0]["measured_rows"] == {"dense": 11}
+    assert status["slowest_rank"] == -1
 
 
 HEALTH = {

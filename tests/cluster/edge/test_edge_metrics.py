@@ -11,7 +11,13 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.client import EngineState
 from cluster.metrics import METRICS, RANK_SILENT_S, BuildInfo, EngineMetrics, MetricType
 from placement.errors import ErrorKind
-from rank_worker.messages import EngineRequest, FinishReason, RankSnapshot, TokenBatch
+from rank_worker.messages import (
+    EngineRequest,
+    FinishReason,
+    LoadProgress,
+    RankSnapshot,
+    TokenBatch,
+)
 
 SNAPSHOT = RankSnapshot(
     rank=0,
@@ -28,7 +34,9 @@ SNAPSHOT = RankSnapshot(
     step_seconds=3.0,
     collective_seconds=1.5,
     busy_steps=9,
+    weights_planned_bytes=1000,
     weights_read_bytes=1000,
+    load_seconds=2.5,
     expert_tokens=70,
     memory_bytes={"routed_experts": 600, "kv_pages": 400},
 )
@@ -179,9 +187,33 @@ def test_snapshots_become_rank_series(metrics: EngineMetrics, read: Read) -> Non
     assert read("nrank_rank_step_seconds_count", rank="1") == 9
     assert read("nrank_collective_seconds_sum", rank="0") == 1.5
     assert read("nrank_weights_loaded_bytes_total", rank="0") == 1000
+    assert read("nrank_weights_planned_bytes", rank="1") == 1000
+    assert read("nrank_weights_load_seconds", rank="1") == 2.5
     component = {"rank": "1", "component": "kv_pages"}
     assert read("nrank_rank_memory_component_bytes", **component) == 400
     assert read("nrank_rank_up", rank="1") == 1
+
+
+def test_a_load_in_progress_shows_weights_and_no_pools(
+    metrics: EngineMetrics, clock: Clock, read: Read
+) -> None:
+    """The slow rank is the one whose bytes grow slowest; after the load, with most seconds."""
+    slow = LoadProgress(1, "loading", 250, 1000, 2.0)
+    metrics.update_load(1, [LoadProgress(0, "starting"), slow])
+    assert read("nrank_weights_planned_bytes", rank="0") is None
+    assert read("nrank_weights_planned_bytes", rank="1") == 1000
+    assert read("nrank_weights_loaded_bytes_total", rank="1") == 250
+    assert read("nrank_weights_load_seconds", rank="1") == 2.0
+    assert read("nrank_rank_up", rank="0") == 1
+    assert read("nrank_kv_pages_total") is None
+    metrics.update_load(1, [replace(slow, read_bytes=900, seconds=8.0)])
+    assert read("nrank_weights_loaded_bytes_total", rank="1") == 900
+    metrics.update_snapshots([SNAPSHOT, replace(SNAPSHOT, rank=1, step=0, load_seconds=9.0)])
+    assert read("nrank_weights_loaded_bytes_total", rank="1") == 1000
+    assert read("nrank_weights_load_seconds", rank="1") == 9.0
+    assert read("nrank_kv_pages_total") == 20
+    clock.now_s += RANK_SILENT_S + 1
+    assert read("nrank_weights_load_seconds", rank="1") is None
 
 
 def test_counters_never_go_back_over_a_restart(metrics: EngineMetrics, read: Read) -> None:

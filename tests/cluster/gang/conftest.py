@@ -37,7 +37,21 @@ class FakeContext:
 
 @dataclass(frozen=True)
 class FakeRankPlan:
-    planned_bytes: int = 4096
+    rows: dict[str, int] = field(
+        default_factory=lambda: {"dense": 3000, "kv_pages": 1000, "workspace": 96}
+    )
+
+
+@dataclass(frozen=True)
+class FakeEstimate:
+    """3 ms of reads, a third of them caches at full context, and 1 ms of collectives."""
+
+    read_s: float = 0.003
+    collective_s: float = 0.001
+    bytes_per_step: int = 300
+    bytes_by_class: dict[str, int] = field(
+        default_factory=lambda: {"dense": 200, "kv_pages": 60, "index_pages": 40}
+    )
 
 
 @dataclass(frozen=True)
@@ -49,6 +63,7 @@ class FakePlan:
     max_sequences: int = MAX_SEQUENCES
     context: FakeContext = FakeContext()
     ranks: tuple[FakeRankPlan, ...] = (FakeRankPlan(),) * 3
+    estimate: FakeEstimate = FakeEstimate()
 
 
 @dataclass
@@ -58,6 +73,9 @@ class Script:
     faults: dict[tuple[int, str, int], BaseException] = field(default_factory=dict)
     hangs: set[tuple[int, str, int]] = field(default_factory=set)
     stepless: set[int] = field(default_factory=set)  # ranks that commit no step
+    loaded: dict[int, int] = field(
+        default_factory=dict
+    )  # rank -> bytes read of 2000, while loading
     reached: list[tuple[int, str, int]] = field(default_factory=list)
     gangs: list[FakeGang] = field(default_factory=list)
 
@@ -234,11 +252,22 @@ class FakeRank:
             0 if self.index in gang.script.stepless else gang.step,
             len(gang.running),
             len(gang.waiting),
+            weights_planned_bytes=2000,
+            weights_read_bytes=2000,
+            load_seconds=4.0,
+            warm_step_seconds=0.005 + self.index / 1000,
+            memory_bytes={"dense": 3000, "kv_pages": 1001},
         )
 
     async def progress(self) -> LoadProgress:
         await self.phase("progress")
-        return LoadProgress(self.index, "loading", 10, 20)
+        return LoadProgress(
+            self.index, "loading", self.gang.script.loaded.get(self.index, 10), 2000, 1.0
+        )
+
+    async def expert_counts(self) -> list[list[int]]:
+        await self.phase("counts")
+        return [[self.gang.step, 2], [3, 4]]
 
 
 class Desk:
