@@ -7,6 +7,7 @@ whichever way it ends.
 from __future__ import annotations
 
 import signal
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -16,15 +17,17 @@ from ray import serve
 from ray.serve.config import HTTPOptions, ProxyLocation
 from ray.serve.schema import LoggingConfig
 
-from cluster.client import EngineState, EngineStatus, NotServing
+from cluster.client import EngineState, EngineStatus, NotServing, RankStatus
 from cluster.ray_coordinator import TRANSPORT, plan_of
 from cluster.ray_gang import check_resources
 from deploy import local_ray
 from deploy.config import ServeConfig
+from deploy.load_display import LoadDisplay, LoadLines, is_terminal
 from deploy.serve import application, resource_of
 from deploy.signals import Interrupted, SignalFlag
 from placement.errors import ConfigError, RankError
 from placement.plan import Plan
+from rank_worker.messages import LoadProgress
 
 APP = "nrank"
 ASK_S = 15.0
@@ -41,6 +44,9 @@ class Foreground:
         self._config = config
         self._resource = resource_of(config)
         self._told = ""
+        self._reported = 0  # the gang whose start was told
+        self._load: LoadDisplay | LoadLines
+        self._load = LoadDisplay(sys.stderr) if is_terminal(sys.stderr) else LoadLines(say)
 
     def run(self) -> int:
         """0 after a clean end, 130 for SIGINT before it was ready. Raises NrankError.
@@ -108,6 +114,17 @@ class Foreground:
 
     def _wait_ready(self, handle: Any) -> None:
         """Until the gang has made a step and the port answers; RankError when it never will."""
+        try:
+            self._wait_gang(handle)
+        finally:
+            self._load.clear()
+        deadline_s = time.monotonic() + HTTP_S
+        while not answers(f"http://{reachable(self._config.host)}:{self._config.port}/ready"):
+            if time.monotonic() > deadline_s:
+                raise RankError(f"port {self._config.port} did not answer within {HTTP_S:g} s")
+            time.sleep(POLL_S)
+
+    def _wait_gang(self, handle: Any) -> None:
         while True:
             status = self._status(handle)
             if status is not None:
@@ -115,12 +132,7 @@ class Foreground:
                 if status.state is EngineState.FAILED:
                     raise RankError(f"the gang can't be started: {status.reason}")
                 if status.ready:
-                    break
-            time.sleep(POLL_S)
-        deadline_s = time.monotonic() + HTTP_S
-        while not answers(f"http://{reachable(self._config.host)}:{self._config.port}/ready"):
-            if time.monotonic() > deadline_s:
-                raise RankError(f"port {self._config.port} did not answer within {HTTP_S:g} s")
+                    return
             time.sleep(POLL_S)
 
     def _watch(self, handle: Any, flag: SignalFlag) -> None:
@@ -138,15 +150,22 @@ class Foreground:
             return None
 
     def _tell(self, status: EngineStatus) -> None:
+        """What is new: the state, how far ranks have loaded, and once a gang the start's report."""
         text = f"gang {status.epoch}: {status.state}"
-        if status.state is EngineState.STARTING and status.ranks:
-            done = sum(rank.measured_bytes for rank in status.ranks) / 2**20
-            text += f" ({', '.join(sorted({r.phase for r in status.ranks}))}, {done:.0f} MiB read)"
-        elif status.reason:
+        if status.reason:
             text += f" ({status.reason})"
         if text != self._told:
             self._told = text
-            say(text)
+            self._say(text)
+        if status.slowest_rank >= 0:
+            self._load.update([_progress(rank) for rank in status.ranks])
+        if status.start is not None and status.epoch != self._reported:
+            self._reported = status.epoch
+            self._say(status.start.text())
+
+    def _say(self, text: str) -> None:
+        self._load.clear()
+        say(text)
 
     def _drain(self, handle: Any) -> None:
         timeout_s = self._config.drain_timeout_s + ASK_S
@@ -161,6 +180,11 @@ class Foreground:
 
 def say(text: str) -> None:
     print(f"nrank: {text}", flush=True)
+
+
+def _progress(rank: RankStatus) -> LoadProgress:
+    read, planned = rank.weights_read_bytes, rank.weights_planned_bytes
+    return LoadProgress(rank.rank, rank.phase, read, planned, rank.load_seconds)
 
 
 def bracketed(host: str) -> str:

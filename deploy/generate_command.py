@@ -75,12 +75,17 @@ def run(arguments: argparse.Namespace) -> int:
 def generate(
     config: EngineConfig, jobs: list[Job], limits: ModelLimits
 ) -> tuple[list[Answer], dict[str, Any]]:
-    """Start a gang, run all jobs together, end the gang."""
+    """Start a gang, run all jobs together, end the gang. On a terminal the load is shown."""
     from deploy.answers import Answer
+    from deploy.load_display import LoadDisplay, is_terminal
     from rank_worker.launch import launch_engine
 
     requests = [job.request(f"request-{index}", limits) for index, job in enumerate(jobs)]
-    with launch_engine(config) as engine:
+    display = LoadDisplay(sys.stderr) if is_terminal(sys.stderr) else None
+    with launch_engine(config, display.update if display else None) as engine:
+        if display is not None:
+            display.clear()
+            print(f"nrank: {engine.start_report().text()}", file=sys.stderr)
         results = engine.generate(requests)
         stats = engine.stats()
     pairs = zip(jobs, results, strict=True)

@@ -63,7 +63,11 @@ def _add_ownership_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--current", metavar="FILE", help="ownership in use (plan --json): move as little as can be"
     )
-    parser.add_argument("--counts", metavar="FILE", help="routing counts to balance by")
+    parser.add_argument(
+        "--counts", metavar="FILE|URL",
+        help="routing counts to balance by: what `nrank generate --json` printed, or the base URL "
+        "of a running server, such as http://127.0.0.1:8000",
+    )  # fmt: skip
     parser.add_argument(
         "--replicas-bytes", type=bounded(0), default=0, metavar="B",
         help="of each rank for copies of hot experts; needs --counts",
@@ -115,7 +119,7 @@ def _options(arguments: argparse.Namespace, spec: ModelSpec) -> PlanOptions:
 
 def _request(arguments: argparse.Namespace, spec: ModelSpec) -> OwnershipRequest:
     from placement.ownership import OwnershipRequest
-    from placement.ownership_files import read_counts, read_ownership
+    from placement.ownership_files import read_ownership
 
     exact = read_ownership(arguments.ownership) if arguments.ownership else None
     current = read_ownership(arguments.current) if arguments.current else None
@@ -123,9 +127,18 @@ def _request(arguments: argparse.Namespace, spec: ModelSpec) -> OwnershipRequest
         exact=exact.layers if exact else None,
         replicas=exact.replicas if exact else (),
         current=current.layers if current else None,
-        counts=read_counts(arguments.counts, spec) if arguments.counts else (),
+        counts=_counts(arguments.counts, spec) if arguments.counts else (),
         replicas_bytes=arguments.replicas_bytes,
     )
+
+
+def _counts(source: str, spec: ModelSpec) -> tuple[tuple[float, ...], ...]:
+    from deploy.server_counts import fetch_counts, is_url
+    from placement.ownership_files import checked_counts, read_counts
+
+    if not is_url(source):
+        return read_counts(source, spec)
+    return checked_counts(*fetch_counts(source), spec)
 
 
 def _load(

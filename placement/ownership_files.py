@@ -3,7 +3,8 @@
 Ownership: `[layer][rank] -> expert ids`, or an object with that under `experts` and, for experts
 that several ranks hold, `replicas`: `[layer] -> {expert id: [ranks]}`; or what
 `nrank plan --json` printed. Counts: `[layer][expert]`, or an object with that under
-`expert_counts`, also inside `stats`, as `nrank generate --json` prints it.
+`expert_counts`, also inside `stats`, as `nrank generate --json` prints it, or under `layers`, as a
+server answers `GET /status/experts`.
 """
 
 from __future__ import annotations
@@ -46,8 +47,12 @@ def read_ownership(path: str) -> OwnershipFile:
 
 def read_counts(path: str, spec: ModelSpec) -> tuple[tuple[float, ...], ...]:
     """Tokens routed to each expert of each layer; draft layers may be left out."""
-    data = _read(path)
-    for key in ("stats", "expert_counts"):
+    return checked_counts(path, _read(path), spec)
+
+
+def checked_counts(path: str, data: Any, spec: ModelSpec) -> tuple[tuple[float, ...], ...]:
+    """Counts in any accepted form that were read from `path`, a file or an address."""
+    for key in ("stats", "expert_counts", "layers"):
         if isinstance(data, Mapping) and key in data:
             data = data[key]
     layers = (*spec.layers, *spec.draft_layers)
