@@ -52,7 +52,9 @@ def rank_text(progress: LoadProgress) -> str:
 
 
 def gang_text(ranks: Sequence[LoadProgress]) -> str:
-    """All ranks in one line, with the slowest named."""
+    """All ranks in one line, with the slowest named once any has begun."""
+    if not any(one.planned_bytes for one in ranks):
+        return "no weights read yet"
     read = format_bytes(sum(one.read_bytes for one in ranks))
     planned = format_bytes(sum(one.planned_bytes for one in ranks))
     text = f"{read} of {planned} read"

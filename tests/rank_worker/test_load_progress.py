@@ -72,6 +72,9 @@ def test_words_of_a_gang_name_the_slowest_until_all_is_read() -> None:
         "8.4 MB/s, 6 s left"
     )
     assert gang_text([first]) == "64.0 MiB of 64.0 MiB read"
+    assert gang_text([LoadProgress(0, "starting"), LoadProgress(1, "loading")]) == (
+        "no weights read yet"
+    )
 
 
 def test_the_clock_of_a_load_stops_with_its_last_byte(monkeypatch: pytest.MonkeyPatch) -> None:
