@@ -163,10 +163,14 @@ class OpSet:
             len(taken) - len(faster),
             ", ".join(faster) or "none",
         )
+        by_reason: dict[str, list[str]] = {}
         for op, resolution in self._resolutions.items():
-            for name, reason in resolution.refused:
-                chosen = resolution.implementation.name
-                _log.warning("%s: %s not taken (%s); running %s", op, name, reason, chosen)
+            for _, reason in resolution.refused:
+                ops = by_reason.setdefault(reason, [])
+                if op not in ops:
+                    ops.append(op)
+        for reason, ops in by_reason.items():
+            _log.warning("faster variants not taken (%s): %s", reason, ", ".join(ops))
 
     def op_info(self) -> list[OpInfo]:
         """The choice for each operator, in a fixed order."""
