@@ -143,6 +143,8 @@ class PageBytes:
 #   page_multiple (a page is a multiple of so many tokens),
 #   step_floats(units, tokens, context): live fp32 values of a step, the estimate of a workspace.
 SCORE_ROWS = 32  # queries whose gathered keys are held at once
+TILE_ELEMENTS = 1 << 23  # an operator's temporary: 32 MiB of fp32
+SELECTION_WORDS = 8  # a block and query: score, bits, 64-bit key and its masked copy, top-k
 
 
 @dataclass(frozen=True)
@@ -271,10 +273,12 @@ class SparseAttentionSpec:
     def step_floats(self, units: Units, tokens: int, context: int) -> int:
         heads, kv_heads = units(Axis.QUERY_HEADS), units(Axis.KV_HEADS)
         projected = tokens * self.head_dim * (3 * heads + 2 * kv_heads)
-        scores = tokens * (context // self.block_tokens)
+        blocks = context // self.block_tokens
+        at_once = max(1, min(tokens, TILE_ELEMENTS // max(1, blocks * (self.index_heads + 2))))
+        scores = blocks * (at_once * (self.index_heads + SELECTION_WORDS) + self.index_dim)
         selected = min(context, self.budget_tokens + self.block_tokens)
         keys = selected * (2 * kv_heads * self.head_dim + heads)
-        return projected + scores + min(tokens, SCORE_ROWS) * keys
+        return projected + max(scores, min(tokens, SCORE_ROWS) * keys)
 
     @property
     def max_blocks(self) -> int:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-TILE_ELEMENTS = 1 << 23  # 32 MiB of fp32 a temporary
+from placement.spec import TILE_ELEMENTS
 
 
 def tile_shape(
