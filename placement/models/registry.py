@@ -17,9 +17,14 @@ from placement.spec import ModelSpec
 Adapter = Callable[
     [str, Mapping[str, Any], Mapping[str, Any] | None, CheckpointHeaders | None], ModelSpec
 ]
-FAMILIES = (qwen4_exp, qwen3_5_moe, glm5_next)
+RUN = (qwen4_exp,)  # families that ranks execute
+PLANNED = (qwen3_5_moe, glm5_next)  # families with an obstacle of their own: plan and inspect only
+RUN_TYPES = tuple(sorted(name for family in RUN for name in family.MODEL_TYPES))
+PLANNED_TYPES = tuple(sorted(name for family in PLANNED for name in family.MODEL_TYPES))
 ADAPTERS: Mapping[str, Adapter] = {
-    model_type: family.build_spec for family in FAMILIES for model_type in family.MODEL_TYPES
+    model_type: family.build_spec
+    for family in (*RUN, *PLANNED)
+    for model_type in family.MODEL_TYPES
 }
 
 
@@ -82,7 +87,7 @@ def _adapter(config_path: str, config: Mapping[str, Any]) -> Adapter:
     adapter = ADAPTERS.get(model_type) if isinstance(model_type, str) else None
     if adapter is None:
         raise CheckpointError(
-            f"{config_path}: model_type {model_type!r} is not supported, "
-            f"supported: {', '.join(sorted(ADAPTERS))}"
+            f"{config_path}: model_type {model_type!r} is not supported; "
+            f"can be run: {', '.join(RUN_TYPES)}; can only be planned: {', '.join(PLANNED_TYPES)}"
         )
     return adapter

@@ -17,7 +17,12 @@ import pytest
 
 from placement.errors import CheckpointError, ConfigError
 from placement.headers import CheckpointHeaders
-from placement.models.registry import require_runnable, spec_from_config
+from placement.models.registry import (
+    PLANNED_TYPES,
+    RUN_TYPES,
+    require_runnable,
+    spec_from_config,
+)
 from placement.spec import Component, DenseSpec, MixerKind, ModelSpec, ResidualKind
 
 Path = Callable[[str], str]
@@ -243,6 +248,15 @@ def test_formats_that_cannot_be(config_path: Path) -> None:
 
 def test_the_plain_model_runs(alone: Specs) -> None:
     require_runnable(alone(FLASH))
+
+
+@pytest.mark.parametrize("name", [FLASH, SMALL_FP8, GLM])
+def test_a_family_listed_as_planned_only_is_one_with_an_obstacle(
+    name: str, alone: Specs, config_path: Path
+) -> None:
+    model_type = json.loads(pathlib.Path(config_path(name)).read_text())["model_type"]
+    assert (model_type in RUN_TYPES) is alone(name).runnable
+    assert (model_type in PLANNED_TYPES) is not alone(name).runnable
 
 
 @pytest.mark.parametrize("name", [SMALL_FP8, GLM])

@@ -331,9 +331,13 @@ def rewrite(path: Path, **changes: Any) -> None:
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
-def test_unknown_model_type_lists_what_is_supported(tiny_copy: Path) -> None:
+def test_unknown_model_type_lists_what_runs_and_what_can_only_be_planned(tiny_copy: Path) -> None:
     rewrite(tiny_copy / "config.json", model_type="foo_next")
-    with pytest.raises(CheckpointError, match=r"foo_next.*supported: glm5_next, .*qwen4_exp_text"):
+    expected = (
+        r"model_type 'foo_next' is not supported; can be run: qwen4_exp, qwen4_exp_text; "
+        r"can only be planned: glm5_next, glm5_next_text, qwen3_5_moe, qwen3_5_moe_text$"
+    )
+    with pytest.raises(CheckpointError, match=expected):
         load_model_spec(str(tiny_copy))
 
 
