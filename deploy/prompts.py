@@ -164,33 +164,46 @@ def _object(line: str, where: str) -> dict[str, Any]:
         raise ConfigError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{where} must be a JSON object, found a {type(found).__name__}")
-    known = {"prompt_ids", *_TYPES}
-    if unknown := sorted(set(found) - known):
-        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known: {', '.join(sorted(known))}")
+    if unknown := sorted(set(found) - set(_KINDS)):
+        known = ", ".join(sorted(_KINDS))
+        raise ConfigError(f"{where}: unknown key {unknown[0]!r}; known: {known}")
     if (found.get("prompt") is None) == (found.get("prompt_ids") is None):
         raise ConfigError(f"{where} needs either prompt or prompt_ids")
-    ids = found.get("prompt_ids") or []
-    if not isinstance(ids, list) or any(type(i) is not int for i in ids):
-        raise ConfigError(f"{where}: prompt_ids must be a list of whole numbers")
-    for key, types in _TYPES.items():
-        value = found.get(key)
-        if value is not None and (not isinstance(value, types) or _is_bool_number(value, types)):
-            raise ConfigError(f"{where}: {key} = {value!r} has the wrong type")
+    for key, value in found.items():
+        kind = _KINDS[key]
+        if value is not None and not kind.holds(value):
+            raise ConfigError(f"{where}: {key} must be {kind.words}, found {_short(value)}")
     return found
 
 
-_TYPES: Mapping[str, tuple[type, ...]] = {
-    "prompt": (str,),
-    "max_tokens": (int,),
-    "temperature": (int, float),
-    "seed": (int,),
-    "stop": (str, list),
-    "ignore_eos": (bool,),
+@dataclass(frozen=True)
+class _Kind:
+    """What a field may hold: one of `one`, or a list of `each`. A bool is no number here."""
+
+    words: str
+    one: tuple[type, ...] = ()
+    each: tuple[type, ...] = ()
+
+    def holds(self, value: object) -> bool:
+        if isinstance(value, list) and self.each:
+            return all(type(item) in self.each for item in value)
+        return type(value) in self.one
+
+
+_KINDS: Mapping[str, _Kind] = {
+    "prompt": _Kind("a string", one=(str,)),
+    "prompt_ids": _Kind("a list of whole numbers", each=(int,)),
+    "max_tokens": _Kind("a whole number", one=(int,)),
+    "temperature": _Kind("a number", one=(int, float)),
+    "seed": _Kind("a whole number", one=(int,)),
+    "stop": _Kind("a string or a list of strings", one=(str,), each=(str,)),
+    "ignore_eos": _Kind("true or false", one=(bool,)),
 }
 
 
-def _is_bool_number(value: object, types: tuple[type, ...]) -> bool:
-    return isinstance(value, bool) and bool not in types
+def _short(value: object) -> str:
+    text = json.dumps(value)
+    return text if len(text) <= 60 else f"{text[:57]}..."
 
 
 def _job(found: Mapping[str, Any], arguments: argparse.Namespace, limits: ModelLimits) -> Job:
@@ -203,7 +216,7 @@ def _job(found: Mapping[str, Any], arguments: argparse.Namespace, limits: ModelL
         value("max_tokens"),
         float(value("temperature")),
         value("seed"),
-        (stop,) if isinstance(stop, str) else tuple(map(str, stop)),
+        (stop,) if isinstance(stop, str) else tuple(stop),
         value("ignore_eos"),
     )
 
