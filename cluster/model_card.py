@@ -60,30 +60,41 @@ def load_model_card(
         context_tokens=context_tokens or _integer(path, config, "max_position_embeddings"),
         vocab_size=_integer(path, config, "vocab_size"),
         created_s=created_s,
-        defaults=_defaults(generation),
-        eos_token_ids=tuple(eos) if isinstance(eos, list) else () if eos is None else (int(eos),),
+        defaults=_defaults(generation_path, generation),
+        eos_token_ids=_end_tokens(directory, eos),
     )
 
 
-def _defaults(generation: dict[str, Any]) -> SamplingDefaults:
+def _end_tokens(directory: Path, eos: object) -> tuple[int, ...]:
+    ids = eos if isinstance(eos, list) else [] if eos is None else [eos]
+    if wrong := [i for i in ids if type(i) is not int]:
+        raise CheckpointError(f"{directory}: eos_token_id must be token ids, not {wrong[0]!r}")
+    return tuple(ids)
+
+
+def _defaults(path: Path, generation: dict[str, Any]) -> SamplingDefaults:
     """`do_sample: false` means greedy, whatever temperature stands beside it."""
     penalty = generation.get("repetition_penalty")
     if penalty not in (None, 1, 1.0):
         _LOG.warning("generation_config's repetition_penalty %s is not applied", penalty)
     fallback = SamplingDefaults()
     greedy = generation.get("do_sample") is False
-    temperature = _number(generation, "temperature", fallback.temperature)
+    temperature = _number(path, generation, "temperature", fallback.temperature)
     return SamplingDefaults(
         temperature=0.0 if greedy else temperature,
-        top_k=max(0, int(_number(generation, "top_k", fallback.top_k))),
-        top_p=_number(generation, "top_p", fallback.top_p),
-        min_p=_number(generation, "min_p", fallback.min_p),
+        top_k=max(0, int(_number(path, generation, "top_k", fallback.top_k))),
+        top_p=_number(path, generation, "top_p", fallback.top_p),
+        min_p=_number(path, generation, "min_p", fallback.min_p),
     )
 
 
-def _number(generation: dict[str, Any], key: str, default: float) -> float:
+def _number(path: Path, generation: dict[str, Any], key: str, default: float) -> float:
     value = generation.get(key)
-    return default if value is None else float(value)
+    if value is None:
+        return default
+    if type(value) not in (int, float):
+        raise CheckpointError(f"{path}: {key} must be a number, not {value!r}")
+    return float(value)
 
 
 def _integer(path: Path, config: dict[str, Any], key: str) -> int:

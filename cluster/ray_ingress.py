@@ -18,6 +18,12 @@ from cluster.ray_coordinator import RemoteEngine
 from cluster.tokens import Tokenizer
 
 
+def check_edge(model_dir: str, model_id: str, context_tokens: int) -> None:
+    """CheckpointError for files that a replica could not start with."""
+    load_model_card(model_dir, model_id, int(time.time()), context_tokens)
+    Tokenizer.load(model_dir)
+
+
 class IngressReplica:
     """Builds the app where it runs: a tokenizer does not travel."""
 

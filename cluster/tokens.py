@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from jinja2 import TemplateError
+from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer as FastTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
@@ -100,15 +100,11 @@ class Tokenizer:
     def load(cls, model_dir: str | Path) -> Tokenizer:
         """Read tokenizer.json, tokenizer_config.json and the chat template of `model_dir`.
 
-        Raises CheckpointError naming the file when one is missing or of an unsupported kind.
+        Raises CheckpointError naming the file when one is missing, broken or of an unsupported
+        kind, or holds a template that does not compile.
         """
         directory = Path(model_dir)
-        path = directory / "tokenizer.json"
-        if not path.is_file():
-            raise CheckpointError(f"{path} is missing; nrank reads tokenizers in that format only")
-        text = path.read_text(encoding="utf-8")
-        _require_byte_level(path, json.loads(text).get("decoder"))
-        fast = FastTokenizer.from_str(text)
+        fast = _read_fast(directory / "tokenizer.json")
         config = _read_json(directory / "tokenizer_config.json")
         template = _read_template(directory, config)
         return cls(fast, _vocabulary(fast), template, _special_names(config))
@@ -174,10 +170,20 @@ class Tokenizer:
         return self.encode(self.render(messages, options), add_special_tokens=False)
 
 
+def _read_fast(path: Path) -> FastTokenizer:
+    if not path.is_file():
+        raise CheckpointError(f"{path} is missing; nrank reads tokenizers in that format only")
+    _require_byte_level(path, _read_json(path).get("decoder"))
+    try:
+        return FastTokenizer.from_file(str(path))
+    except Exception as error:  # the library has no narrower type
+        raise CheckpointError(f"{path} is no tokenizer: {error}; copy the file again") from error
+
+
 def _require_byte_level(path: Path, decoder: object) -> None:
     steps: list[object] = [decoder]
     if isinstance(decoder, dict) and decoder.get("type") == "Sequence":
-        steps = decoder["decoders"]
+        steps = decoder.get("decoders") or []
     kinds = [step.get("type") if isinstance(step, dict) else None for step in steps]
     if kinds != ["ByteLevel"]:
         raise CheckpointError(f"{path}: decoder {kinds} is not supported, only ByteLevel is")
@@ -208,7 +214,7 @@ def _read_json(path: Path) -> dict[str, Any]:
     if not path.is_file():
         return {}
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
+        value = json.loads(_read_text(path))
     except ValueError as error:
         raise CheckpointError(f"{path} is not valid JSON: {error}") from error
     if not isinstance(value, dict):
@@ -216,14 +222,39 @@ def _read_json(path: Path) -> dict[str, Any]:
     return value
 
 
+def _read_text(path: Path) -> str:
+    try:
+        return path.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise CheckpointError(f"{path} can't be read: {error}; copy the file again") from error
+
+
 def _read_template(directory: Path, config: Mapping[str, Any]) -> str:
+    """The chat template, compiled once; "" without one."""
     path = directory / "chat_template.jinja"
     if path.is_file():
-        return path.read_text(encoding="utf-8")
-    template = config.get("chat_template") or ""
+        template: Any = _read_text(path)
+    else:
+        path = directory / "tokenizer_config.json"
+        template = config.get("chat_template") or ""
     if isinstance(template, list):  # several named templates
-        template = {entry["name"]: entry["template"] for entry in template}.get("default", "")
-    return str(template)
+        named = [entry for entry in template if isinstance(entry, dict)]
+        template = next((e.get("template") for e in named if e.get("name") == "default"), "")
+    if not isinstance(template, str):
+        raise CheckpointError(f"{path}: the chat template must be text, not {template!r:.60}")
+    _compile(path, template)
+    return template
+
+
+def _compile(path: Path, template: str) -> None:
+    """The renderer compiles before it looks at conversations, and keeps what it compiled."""
+    try:
+        render_jinja_template(conversations=[], chat_template=template)
+    except TemplateError as error:
+        line = f" in line {error.lineno}" if isinstance(error, TemplateSyntaxError) else ""
+        raise CheckpointError(
+            f"{path}: the chat template does not compile: {error.message}{line}; correct it"
+        ) from error
 
 
 def _special_names(config: Mapping[str, Any]) -> dict[str, str]:

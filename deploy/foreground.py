@@ -20,6 +20,7 @@ from ray.serve.schema import LoggingConfig
 from cluster.client import EngineState, EngineStatus, NotServing, RankStatus
 from cluster.ray_coordinator import TRANSPORT, plan_of
 from cluster.ray_gang import check_resources
+from cluster.ray_ingress import check_edge
 from deploy import local_ray
 from deploy.config import ServeConfig
 from deploy.load_display import LoadDisplay, LoadLines, is_terminal
@@ -57,6 +58,7 @@ class Foreground:
         self._config = self._config.model_copy(update={"port": port})
         plan = plan_of(self._config.engine())
         self._check_chips()
+        check_edge(self._config.model, self._config.model_name, self._config.context_tokens)
         connection = local_ray.RayConnection(self._config.ray_address, self._resources())
         with SignalFlag() as flag:
             try:

@@ -61,6 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
         if arguments.requests
         else jobs_from_flags(arguments, limits)
     )
+    _ = limits.has_tokenizer  # a broken one is refused here rather than after the answer
     answers, stats = generate(config, jobs, limits)
     if arguments.json:
         results = [answer.to_json() for answer in answers]

@@ -155,6 +155,30 @@ def test_a_bad_request_names_its_line(
     assert err.count("\n") == 1
 
 
+@pytest.mark.parametrize("flags", [("--chat", "hi"), ("--prompt-ids", "5,6")])
+@pytest.mark.parametrize(
+    ("name", "content"), [("tokenizer.json", "{}"), ("chat_template.jinja", "{% for x in %}")]
+)
+def test_a_broken_tokenizer_or_template_is_refused_before_the_engine_starts(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    tmp_path: Path,
+    embedded_model_dir: Path,
+    flags: tuple[str, str],
+    name: str,
+    content: str,
+) -> None:
+    for path in embedded_model_dir.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / name).unlink(missing_ok=True)
+    (tmp_path / name).write_text(content)
+    monkeypatch.setattr("rank_worker.launch.launch_engine", None)  # a start would be an error
+    assert cli.main(["generate", "--model", str(tmp_path), *flags]) == 2
+    err = capsys.readouterr().err
+    assert name in err
+    assert err.count("\n") == 1
+
+
 def test_ids_in_and_out_need_neither_ray_nor_a_tokenizer() -> None:
     blocked = ["ray", "transformers", "tokenizers", "jinja2", "pydantic", "fastapi", "yaml", "rich"]
     code = (

@@ -67,3 +67,27 @@ def test_a_plan_that_does_not_fit_is_refused_before_anything_starts(serve_module
     config = load_config(overrides={"usable_bytes": 1 << 20, "port": 0})
     with pytest.raises(PlanError):
         serve_module.serve_foreground(config)
+
+
+@pytest.mark.parametrize(
+    ("name", "content"),
+    [("tokenizer.json", None), ("tokenizer.json", "{"), ("chat_template.jinja", "{% for x in %}")],
+)
+def test_a_broken_tokenizer_or_template_is_refused_before_anything_starts(
+    serve_module, tmp_path, embedded_model_dir, name, content
+):
+    import ray
+
+    from deploy.config import load_config
+    from placement.errors import CheckpointError
+
+    for path in embedded_model_dir.iterdir():
+        (tmp_path / path.name).symlink_to(path)
+    (tmp_path / name).unlink(missing_ok=True)
+    if content is not None:
+        (tmp_path / name).write_text(content)
+    config = load_config(overrides={"model": str(tmp_path), "port": 0})
+    before = ray.is_initialized()
+    with pytest.raises(CheckpointError, match=name):
+        serve_module.serve_foreground(config)
+    assert ray.is_initialized() is before

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tokenizers import Tokenizer as FastTokenizer
 
+from cluster.model_card import load_model_card
 from cluster.tokens import Detokenizer, Tokenizer
 from placement.errors import CheckpointError, ClientError
 
@@ -116,6 +117,55 @@ def test_a_directory_without_a_usable_tokenizer_is_named(
     (tmp_path / "tokenizer.json").write_text(json.dumps(other))
     with pytest.raises(CheckpointError, match="Metaspace"):
         Tokenizer.load(tmp_path)
+
+
+@pytest.fixture
+def copy(tmp_path: Path, embedded_model_dir: Path) -> Path:
+    for name in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        if (embedded_model_dir / name).is_file():
+            (tmp_path / name).write_bytes((embedded_model_dir / name).read_bytes())
+    return tmp_path
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "expected"),
+    [
+        ("tokenizer.json", b"{", r"tokenizer\.json is not valid JSON"),
+        ("tokenizer.json", b"[]", r"tokenizer\.json must hold a JSON object"),
+        ("tokenizer.json", b"\xff", r"tokenizer\.json can't be read"),
+        ("tokenizer.json", b'{"decoder": {"type": "ByteLevel"}}', r"tokenizer\.json is no tok"),
+        ("tokenizer.json", b'{"decoder": {"type": "Sequence"}}', r"tokenizer\.json: decoder"),
+        ("chat_template.jinja", b"a\n{% for x in %}", r"chat_template\.jinja: .*in line 2"),
+        ("chat_template.jinja", b"\xff", r"chat_template\.jinja can't be read"),
+    ],
+)
+def test_a_broken_file_is_named(copy: Path, name: str, content: bytes, expected: str) -> None:
+    (copy / name).write_bytes(content)
+    with pytest.raises(CheckpointError, match=expected):
+        Tokenizer.load(copy)
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ x", 3, [{"name": "default", "template": "{% if %}"}], [{"name": "default"}]]
+)
+def test_a_template_in_the_tokenizers_config_is_checked_too(copy: Path, template: object) -> None:
+    (copy / "chat_template.jinja").unlink(missing_ok=True)
+    (copy / "tokenizer_config.json").write_text(json.dumps({"chat_template": template}))
+    with pytest.raises(CheckpointError, match=r"tokenizer_config\.json: the chat template"):
+        Tokenizer.load(copy)
+
+
+@pytest.mark.parametrize(
+    ("content", "expected"),
+    [('{"temperature": "hot"}', "temperature must be"), ('{"eos_token_id": ["a"]}', "eos_token")],
+)
+def test_sampling_defaults_that_cannot_be_are_named(
+    tmp_path: Path, embedded_model_dir: Path, content: str, expected: str
+) -> None:
+    (tmp_path / "config.json").write_bytes((embedded_model_dir / "config.json").read_bytes())
+    (tmp_path / "generation_config.json").write_text(content)
+    with pytest.raises(CheckpointError, match=expected):
+        load_model_card(tmp_path, "m", 0)
 
 
 def test_a_model_without_template_has_no_chat(tmp_path: Path, embedded_model_dir: Path) -> None:
