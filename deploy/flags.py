@@ -6,7 +6,14 @@ import argparse
 from pathlib import Path
 from typing import Any
 
-from deploy.defaults import COMMS, DEVICES, DTYPES, EMBEDDED_MODEL, default_dtype
+from deploy.defaults import (
+    BUILT_IN_DEVICES,
+    COMMS,
+    DEVICES,
+    DTYPES,
+    EMBEDDED_MODEL,
+    default_dtype,
+)
 from placement.config import EngineConfig
 from placement.errors import CheckpointError, ConfigError
 
@@ -119,6 +126,10 @@ def model_path(model: str | None) -> str:
 
 def refuse_missing_features(config: EngineConfig) -> None:
     """What flags can name already but no rank can do yet."""
+    if config.device not in BUILT_IN_DEVICES:
+        raise ConfigError(
+            f"--device {config.device} is not built in yet; use --device {BUILT_IN_DEVICES[0]}"
+        )
     if config.mtp:
         raise ConfigError(f"--mtp {config.mtp}: drafting is not built in yet; use --mtp 0")
     if config.prefix_cache:

@@ -13,6 +13,8 @@ from typing import Any
 import pytest
 
 from deploy import cli, inspect_command
+from deploy.defaults import BUILT_IN_DEVICES, DEVICES
+from placement.errors import ConfigError
 
 ROOT = Path(__file__).parents[2]
 Run = Callable[..., tuple[int, str, str]]
@@ -194,3 +196,30 @@ def test_a_foreign_package_with_our_name_is_reported(tmp_path: Path) -> None:
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
     assert done.returncode == 2
     assert f"`import ops` finds {tmp_path}" in done.stderr
+
+
+@pytest.mark.parametrize("device", ["cuda", "npu"])
+@pytest.mark.parametrize("command", [("serve", "--port", "0"), ("generate", "--prompt-ids", "1")])
+def test_a_device_that_is_not_built_in_is_refused_before_anything_starts(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    command: tuple[str, ...],
+    device: str,
+) -> None:
+    for name in ("ray", "rank_worker.launch"):  # importing either would be an error
+        monkeypatch.setitem(sys.modules, name, None)
+    assert cli.main([*command, "--dtype", "float32", "--device", device]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith(f"nrank: --device {device} is not built in yet")
+    assert captured.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_built_in_devices_are_those_that_a_rank_can_open(device: str) -> None:
+    from rank_worker.device import open_device
+
+    if device in BUILT_IN_DEVICES:
+        assert open_device(device).name == device
+    else:
+        with pytest.raises(ConfigError, match="not built in yet"):
+            open_device(device)
