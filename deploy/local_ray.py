@@ -21,6 +21,8 @@ from placement.errors import ConfigError, RankError
 
 OBJECT_STORE_BYTES = 256 << 20  # only requests and token batches pass through it
 OPEN_S = 180.0
+PROBE_S = 5.0
+JOIN_S = 30.0  # a Ray that runs already answers in seconds; Ray itself would ask for minutes
 TICK_S = 0.2
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 
@@ -38,6 +40,25 @@ def check_port(host: str, port: int) -> int:
                 "end the server that has it or choose another with --port"
             ) from error
         return int(probe.getsockname()[1])
+
+
+def check_address(address: str) -> None:
+    """ConfigError when nothing listens there; Ray itself would try for minutes, deaf to signals."""
+    if address == "auto":
+        return
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) <= 65535:
+        raise ConfigError(
+            f"--ray-address {address!r} is no address; write host:port, ray://host:port or auto"
+        )
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), PROBE_S).close()
+    except OSError as error:
+        raise _no_ray(address, error.strerror or str(error)) from error
+
+
+def _no_ray(address: str, reason: str) -> ConfigError:
+    return ConfigError(f"no Ray answers at {address}: {reason}; check --ray-address")
 
 
 class RayConnection:
@@ -59,6 +80,8 @@ class RayConnection:
 
         Raises ConfigError when nothing answers at the address, RankError when a start fails.
         """
+        if self._address:
+            check_address(self._address)
         self._thread.start()
         self._wait()
         if self._error is not None:
@@ -66,9 +89,12 @@ class RayConnection:
         return self._dashboard
 
     def _wait(self) -> None:
-        for _ in range(int(OPEN_S / TICK_S)):
+        limit_s = JOIN_S if self._address else OPEN_S
+        for _ in range(int(limit_s / TICK_S)):
             if self._done.wait(TICK_S):
                 return
+        if self._address:
+            raise _no_ray(self._address, f"it took no driver within {limit_s:g} s")
         raise RankError(f"Ray did not start within {OPEN_S:g} s; see the logs in /tmp/ray")
 
     def _open(self) -> None:
@@ -99,13 +125,13 @@ class RayConnection:
         if isinstance(error, AuthenticationError):
             return ConfigError(text)
         if self._address:
-            return ConfigError(f"no Ray answers at {self._address}: {text}; check --ray-address")
+            return _no_ray(self._address, text)
         return RankError(f"a local Ray could not be started: {text}")
 
     def close(self, app_name: str) -> None:
         """Ends the application, and the Serve and Ray that were started here."""
-        if not self._thread.is_alive():
-            return
+        if not self._thread.is_alive() or (self._address and not self._done.is_set()):
+            return  # nothing was started, and a Ray of others needs no end
         self._wait()
         if not ray.is_initialized():
             return

@@ -1,0 +1,59 @@
+"""`nrank serve --ray-address`: what no Ray answers at is refused at once, by name."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from deploy import cli
+from deploy.local_ray import RayConnection, check_address
+from placement.errors import ConfigError
+
+
+@pytest.fixture
+def closed_port() -> int:
+    """A port that nothing listens on."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+@pytest.mark.parametrize("scheme", ["", "ray://"])
+def test_an_address_where_nothing_listens_ends_the_command_in_one_line(
+    capsys: pytest.CaptureFixture[str], closed_port: int, scheme: str
+) -> None:
+    address = f"{scheme}127.0.0.1:{closed_port}"
+    assert cli.main(["serve", "--port", "0", "--ray-address", address]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith(f"nrank: no Ray answers at {address}: Connection refused")
+    assert err.count("\n") == 1
+
+
+@pytest.mark.parametrize("address", ["127.0.0.1", "local", "host:", ":6379", "h:0", "h:99999"])
+def test_what_is_no_address_is_refused_with_the_form(address: str) -> None:
+    with pytest.raises(ConfigError, match="write host:port"):
+        check_address(address)
+
+
+def test_a_listener_that_is_no_ray_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("deploy.local_ray.JOIN_S", 0.4)
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        listener.listen()
+        address = f"127.0.0.1:{listener.getsockname()[1]}"
+        connection = RayConnection(address, {})
+        connection._thread = _Mute()
+        with pytest.raises(ConfigError, match=f"no Ray answers at {address}: it took no driver"):
+            connection.open()
+        connection.close("nrank")  # does not wait for it
+
+
+class _Mute:
+    """Ray's start, as it hangs in a connection that nobody answers."""
+
+    def start(self) -> None:
+        pass
+
+    def is_alive(self) -> bool:
+        return True
