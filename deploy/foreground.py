@@ -25,7 +25,7 @@ from deploy import local_ray
 from deploy.config import ServeConfig
 from deploy.load_display import LoadDisplay, LoadLines, is_terminal
 from deploy.serve import application, resource_of
-from deploy.signals import Interrupted, SignalFlag
+from deploy.signals import TICK_S, Interrupted, SignalFlag
 from placement.errors import ConfigError, RankError
 from placement.plan import Plan
 from rank_worker.messages import LoadProgress
@@ -35,7 +35,8 @@ ASK_S = 15.0
 POLL_S = 0.5
 WATCH_S = 2.0
 HTTP_S = 30.0
-FAILED, INTERRUPTED = 1, 130
+INTERRUPTED = 130
+BEFORE = "before it was ready: ending"
 
 
 class Foreground:
@@ -44,6 +45,7 @@ class Foreground:
     def __init__(self, config: ServeConfig) -> None:
         self._config = config
         self._resource = resource_of(config)
+        self._flag = SignalFlag()
         self._told = ""
         self._reported = 0  # the gang whose start was told
         self._load: LoadDisplay | LoadLines
@@ -52,7 +54,7 @@ class Foreground:
     def run(self) -> int:
         """0 after a clean end, 130 for SIGINT before it was ready. Raises NrankError.
 
-        A second signal ends a drain at once: 130 for SIGINT, else 1.
+        A second signal ends a drain at once: 130.
         """
         port = local_ray.check_port(self._config.host, self._config.port)
         self._config = self._config.model_copy(update={"port": port})
@@ -60,22 +62,25 @@ class Foreground:
         self._check_chips()
         check_edge(self._config.model, self._config.model_name, self._config.context_tokens)
         connection = local_ray.RayConnection(self._config.ray_address, self._resources())
-        with SignalFlag() as flag:
+        at_once = False
+        with self._flag as flag:
             try:
-                return self._serve(plan, connection, flag)
+                return self._serve(plan, connection)
             except Interrupted as interrupted:
-                return self._interrupted(interrupted, flag)
+                at_once = flag.is_serving
+                return self._interrupted(interrupted)
             finally:
                 flag.shield()
+                if not at_once:
+                    connection.end(APP)
+                    flag.settle()
                 connection.close(APP)
 
-    def _interrupted(self, interrupted: Interrupted, flag: SignalFlag) -> int:
+    def _interrupted(self, interrupted: Interrupted) -> int:
         """Nothing to drain before it was ready; a second signal ends a drain."""
-        when = "again: ending without waiting" if flag.is_serving else "before it was ready: ending"
-        say(f"{interrupted} {when}")
-        if interrupted.signum == signal.SIGINT:
-            return INTERRUPTED
-        return FAILED if flag.is_serving else 0
+        again = self._flag.is_serving
+        say(f"{interrupted} {'again: ending without waiting' if again else BEFORE}")
+        return INTERRUPTED if again or interrupted.signum == signal.SIGINT else 0
 
     def _check_chips(self) -> None:
         chips, ranks = self._config.chips, self._config.ranks
@@ -88,21 +93,21 @@ class Foreground:
             return {}
         return {self._resource: float(self._config.chips or self._config.ranks)}
 
-    def _serve(self, plan: Plan, connection: local_ray.RayConnection, flag: SignalFlag) -> int:
-        config = self._config
+    def _serve(self, plan: Plan, connection: local_ray.RayConnection) -> int:
+        config, flag = self._config, self._flag
         say(f"model {config.model_name}: {config.ranks} rank(s) on {config.device}")
         say(f"config {config.config_hash}, plan {plan.plan_id}")
         say(f"connecting to Ray at {config.ray_address}" if config.ray_address else "starting Ray")
-        dashboard = connection.open()
+        dashboard = connection.open(flag.check)
         flag.take_over()
         check_resources(self._resource, config.ranks)
-        handle = self._deploy()
+        handle = flag.apart(self._deploy)
         self._wait_ready(handle)
         flag.serving()
         base = f"http://{bracketed(config.host)}:{config.port}"
         say(f"dashboard {dashboard or 'off'}, token {local_ray.token_place()}")
         say(f"ready: {base}/v1")
-        self._watch(handle, flag)
+        self._watch(handle)
         say(f"draining, up to {config.drain_timeout_s:g} s")
         self._drain(handle)
         return 0
@@ -124,7 +129,7 @@ class Foreground:
         while not answers(f"http://{reachable(self._config.host)}:{self._config.port}/ready"):
             if time.monotonic() > deadline_s:
                 raise RankError(f"port {self._config.port} did not answer within {HTTP_S:g} s")
-            time.sleep(POLL_S)
+            self._flag.wait(POLL_S)
 
     def _wait_gang(self, handle: Any) -> None:
         while True:
@@ -135,11 +140,11 @@ class Foreground:
                     raise RankError(f"the gang can't be started: {status.reason}")
                 if status.ready:
                     return
-            time.sleep(POLL_S)
+            self._flag.wait(POLL_S)
 
-    def _watch(self, handle: Any, flag: SignalFlag) -> None:
+    def _watch(self, handle: Any) -> None:
         """Until a signal: tells what changes."""
-        while not flag.wait(WATCH_S):
+        while not self._flag.wait(WATCH_S):
             status = self._status(handle)
             if status is not None:
                 self._tell(status)
@@ -147,7 +152,7 @@ class Foreground:
     def _status(self, handle: Any) -> EngineStatus | None:
         """None while the coordinator itself is being replaced."""
         try:
-            return handle.status.remote().result(timeout_s=ASK_S)  # type: ignore[no-any-return]
+            return self._result(handle.status.remote(), ASK_S)  # type: ignore[no-any-return]
         except (*TRANSPORT, NotServing, TimeoutError):
             return None
 
@@ -172,12 +177,24 @@ class Foreground:
     def _drain(self, handle: Any) -> None:
         timeout_s = self._config.drain_timeout_s + ASK_S
         try:
-            finished = handle.drain.remote().result(timeout_s=timeout_s)
-            handle.close.remote().result(timeout_s=self._config.step_timeout_s + ASK_S)
+            finished = self._result(handle.drain.remote(), timeout_s)
+            self._result(handle.close.remote(), self._config.step_timeout_s + ASK_S)
         except (*TRANSPORT, TimeoutError) as error:
             say(f"the coordinator did not drain ({type(error).__name__}); ending it")
             return
         say("drained" if finished else "drain timeout: open requests were ended with an error")
+
+    def _result(self, response: Any, timeout_s: float) -> Any:
+        """Of a call to the coordinator, in waits short enough for a signal to be seen."""
+        deadline_s = time.monotonic() + timeout_s
+        while True:
+            self._flag.check()
+            left_s = deadline_s - time.monotonic()
+            try:
+                return response.result(timeout_s=max(0.0, min(TICK_S, left_s)))
+            except TimeoutError:
+                if left_s <= TICK_S:
+                    raise
 
 
 def say(text: str) -> None:

@@ -10,12 +10,14 @@ import logging
 import os
 import socket
 import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import ray
 from ray import serve
 from ray.exceptions import AuthenticationError
+from ray.serve.exceptions import RayServeException
 
 from placement.errors import ConfigError, RankError
 
@@ -75,22 +77,23 @@ class RayConnection:
         # the kernel kills Ray's processes when the thread that started them ends.
         self._thread = threading.Thread(target=self._open, name="ray-connection", daemon=True)
 
-    def open(self) -> str:
-        """Returns the dashboard's URL, "" without one.
+    def open(self, check: Callable[[], None]) -> str:
+        """Returns the dashboard's URL, "" without one. `check` is called while it waits.
 
         Raises ConfigError when nothing answers at the address, RankError when a start fails.
         """
         if self._address:
             check_address(self._address)
         self._thread.start()
-        self._wait()
+        self._wait(check)
         if self._error is not None:
             raise self._failure(self._error)
         return self._dashboard
 
-    def _wait(self) -> None:
+    def _wait(self, check: Callable[[], None] = lambda: None) -> None:
         limit_s = JOIN_S if self._address else OPEN_S
         for _ in range(int(limit_s / TICK_S)):
+            check()
             if self._done.wait(TICK_S):
                 return
         if self._address:
@@ -128,20 +131,36 @@ class RayConnection:
             return _no_ray(self._address, text)
         return RankError(f"a local Ray could not be started: {text}")
 
-    def close(self, app_name: str) -> None:
-        """Ends the application, and the Serve and Ray that were started here."""
-        if not self._thread.is_alive() or (self._address and not self._done.is_set()):
-            return  # nothing was started, and a Ray of others needs no end
-        self._wait()
-        if not ray.is_initialized():
+    def end(self, app_name: str) -> None:
+        """Ends the application, and a Serve that was started here; waits until both have ended."""
+        if not self._is_open():
             return
         try:
             if self._address:
                 serve.delete(app_name)
             else:
                 serve.shutdown()  # type: ignore[no-untyped-call]
+        except RayServeException:
+            pass  # no Serve was started yet
+
+    def close(self, app_name: str) -> None:
+        """Leaves Ray; ends one that was started here. An application still there has to end."""
+        if not self._is_open():
+            return
+        try:
+            if self._address:
+                serve.delete(app_name, _blocking=False)
+        except RayServeException:
+            pass
         finally:
             ray.shutdown()
+
+    def _is_open(self) -> bool:
+        """Waits for a start under way: half of one can't be undone."""
+        if not self._thread.is_alive() or (self._address and not self._done.is_set()):
+            return False  # nothing was started, and a Ray of others needs no end
+        self._wait()
+        return bool(ray.is_initialized())
 
 
 def token_place() -> str:

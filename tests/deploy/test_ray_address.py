@@ -45,7 +45,8 @@ def test_a_listener_that_is_no_ray_is_given_up(monkeypatch: pytest.MonkeyPatch) 
         connection = RayConnection(address, {})
         connection._thread = _Mute()
         with pytest.raises(ConfigError, match=f"no Ray answers at {address}: it took no driver"):
-            connection.open()
+            connection.open(lambda: None)
+        connection.end("nrank")
         connection.close("nrank")  # does not wait for it
 
 

@@ -101,6 +101,31 @@ def test_it_serves_drains_on_sigterm_and_leaves_no_process(front, own_token, ope
     assert session_processes(own_token, ours) == []
 
 
+def test_a_hangup_drains_like_sigterm(front, own_token, open_stream):
+    one = front("--port", "0")
+    base_url = one.read_to("ready: ").partition("ready: ")[2].removesuffix("/v1")
+    stream = open_stream(base_url, 60).wait_events(2)
+    one.process.send_signal(signal.SIGHUP)
+    assert stream.join().ended_well
+    assert one.finish() == 0
+    assert "nrank: drained" in one.lines
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_a_second_signal_ends_the_drain_at_once(front, own_token, open_stream, second):
+    one = front("--port", "0")
+    base_url = one.read_to("ready: ").partition("ready: ")[2].removesuffix("/v1")
+    stream = open_stream(base_url, 20_000).wait_events(2)
+    one.process.send_signal(signal.SIGTERM)
+    one.read_to("draining")
+    one.process.send_signal(second)
+    assert one.finish() == 130
+    assert one.lines[-1] == f"nrank: {second.name} again: ending without waiting"
+    stream.join()
+    assert not stream.ended_well, "the drain would have waited for it"
+    assert session_processes(own_token, (b"ray::",)) == []
+
+
 def test_sigint_before_it_is_ready_ends_with_130(front, own_token):
     one = front("--port", "0")
     one.read_to("starting Ray")
