@@ -99,7 +99,9 @@ def test_whole_grid(
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    "ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 6))]
+)
 @pytest.mark.parametrize("chunk", [64, 0])
 def test_logits_within_a_hundred_thousandth(
     engine_of: Callable[..., Engine], golden: Callable[[str], Any], model: str, ranks: int,
