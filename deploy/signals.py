@@ -6,6 +6,7 @@ A handler that raises would do so inside Ray's C code, which turns it into a Sys
 
 from __future__ import annotations
 
+import os
 import signal
 import threading
 import time
@@ -17,6 +18,7 @@ T = TypeVar("T")
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 TICK_S = 0.1
 SETTLE_S = 10.0
+OUTPUTS = (1, 2)
 
 
 class Interrupted(BaseException):
@@ -35,6 +37,7 @@ class SignalFlag:
         self._serving = False
         self._before: dict[int, Any] = {}
         self._apart: threading.Thread | None = None
+        self._terminals = [fd for fd in OUTPUTS if os.isatty(fd)]
 
     def __enter__(self) -> SignalFlag:
         self._before = {signum: signal.getsignal(signum) for signum in SIGNALS}
@@ -110,4 +113,12 @@ class SignalFlag:
 
     def _handle(self, signum: int, _frame: FrameType | None) -> None:
         signal.alarm(0)  # Ray's own handler, if it came first, aborts the process after 3 s
+        if signum == signal.SIGHUP:
+            self._leave_lost_terminals()
         self._came.append(signum)
+
+    def _leave_lost_terminals(self) -> None:
+        """A write to a terminal that was closed is an error: what is under way goes on unseen."""
+        for fd in self._terminals:
+            if not os.isatty(fd):
+                os.dup2(os.open(os.devnull, os.O_WRONLY), fd)
