@@ -35,6 +35,11 @@ ASK_S = 15.0
 POLL_S = 0.5
 WATCH_S = 2.0
 HTTP_S = 30.0
+JOBS_S = 10.0
+NO_JOBS = (
+    "jobs can't be submitted to this Ray: its agent is not up; "
+    f"port {local_ray.AGENT_PORT} may belong to another Ray on this machine"
+)
 INTERRUPTED = 130
 BEFORE = "before it was ready: ending"
 
@@ -98,11 +103,14 @@ class Foreground:
         say(f"model {config.model_name}: {config.ranks} rank(s) on {config.device}")
         say(f"config {config.config_hash}, plan {plan.plan_id}")
         say(f"connecting to Ray at {config.ray_address}" if config.ray_address else "starting Ray")
+        jobs = not config.ray_address and local_ray.agent_port_free()
         dashboard = connection.open(flag.check)
         flag.take_over()
         check_resources(self._resource, config.ranks)
         handle = flag.apart(self._deploy)
         self._wait_ready(handle)
+        if not config.ray_address and not (jobs and self._wait_jobs()):
+            say(NO_JOBS)
         flag.serving()
         base = f"http://{bracketed(config.host)}:{config.port}"
         say(f"dashboard {dashboard or 'off'}, token {local_ray.token_place()}")
@@ -141,6 +149,15 @@ class Foreground:
                 if status.ready:
                     return
             self._flag.wait(POLL_S)
+
+    def _wait_jobs(self) -> bool:
+        """Until `ray job submit` will be answered; False when that doesn't come."""
+        deadline_s = time.monotonic() + JOBS_S
+        while not local_ray.takes_jobs():
+            if time.monotonic() > deadline_s:
+                return False
+            self._flag.wait(POLL_S)
+        return True
 
     def _watch(self, handle: Any) -> None:
         """Until a signal: tells what changes."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import logging
 import os
 import socket
+import sys
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -16,7 +17,10 @@ from typing import Any
 
 import ray
 from ray import serve
+from ray._private import ray_constants
+from ray.dashboard.consts import DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX
 from ray.exceptions import AuthenticationError
+from ray.experimental.internal_kv import _internal_kv_get
 from ray.serve.exceptions import RayServeException
 
 from placement.errors import ConfigError, RankError
@@ -26,6 +30,7 @@ OPEN_S = 180.0
 PROBE_S = 5.0
 JOIN_S = 30.0  # a Ray that runs already answers in seconds; Ray itself would ask for minutes
 TICK_S = 0.2
+AGENT_PORT = ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 
 
@@ -42,6 +47,30 @@ def check_port(host: str, port: int) -> int:
                 "end the server that has it or choose another with --port"
             ) from error
         return int(probe.getsockname()[1])
+
+
+def search_path() -> str:
+    """PATH for a Ray started here: `python` in a job is then the one that has nrank's packages."""
+    home = str(Path(sys.executable).parent)  # not resolved: a venv's python is a link
+    old = os.environ.get("PATH", os.defpath)
+    return old if old.split(os.pathsep)[0] == home else os.pathsep.join([home, old])
+
+
+def takes_jobs() -> bool:
+    """Whether the agent that runs submitted jobs has told its address to the job API."""
+    key = DASHBOARD_AGENT_ADDR_NODE_ID_PREFIX + ray.get_runtime_context().get_node_id()
+    return bool(_internal_kv_get(key, namespace=ray_constants.KV_NAMESPACE_DASHBOARD))
+
+
+def agent_port_free() -> bool:
+    """The agent's port is fixed, `ray.init` can't change it: one Ray of a machine gets it."""
+    with socket.socket() as probe:
+        probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        try:
+            probe.bind(("", AGENT_PORT))
+        except OSError:
+            return False
+    return True
 
 
 def check_address(address: str) -> None:
@@ -111,6 +140,8 @@ class RayConnection:
 
     def _init(self) -> Any:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no report leaves unasked
+        if not self._address:
+            os.environ["PATH"] = search_path()
         for name in ("ray._private.worker", "ray.serve"):  # what matters, the coordinator tells
             logging.getLogger(name).setLevel(logging.ERROR)
         if self._address:

@@ -1,13 +1,16 @@
-"""`nrank serve --ray-address`: what no Ray answers at is refused at once, by name."""
+"""Where Ray is and what it starts with: addresses that no Ray answers at, PATH of its jobs."""
 
 from __future__ import annotations
 
+import os
+import shutil
 import socket
+import sys
 
 import pytest
 
 from deploy import cli
-from deploy.local_ray import RayConnection, check_address
+from deploy.local_ray import RayConnection, agent_port_free, check_address, search_path
 from placement.errors import ConfigError
 
 
@@ -48,6 +51,22 @@ def test_a_listener_that_is_no_ray_is_given_up(monkeypatch: pytest.MonkeyPatch) 
             connection.open(lambda: None)
         connection.end("nrank")
         connection.close("nrank")  # does not wait for it
+
+
+def test_python_of_a_job_is_the_servers_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", os.defpath)
+    assert shutil.which("python", path=search_path()) == sys.executable
+    monkeypatch.setenv("PATH", search_path())
+    assert search_path() == os.environ["PATH"], "it does not grow"
+
+
+def test_a_taken_port_of_rays_agent_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        monkeypatch.setattr("deploy.local_ray.AGENT_PORT", other.getsockname()[1])
+        other.listen()
+        assert not agent_port_free()
+    assert agent_port_free()
 
 
 class _Mute:

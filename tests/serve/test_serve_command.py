@@ -155,7 +155,7 @@ def test_the_smoke_job_runs_under_ray_job_submit(front, own_token):
     ray = Path(sys.executable).with_name("ray")
     command = [
         *(str(ray), "job", "submit", "--address", address, "--working-dir", str(ROOT), "--"),
-        *(sys.executable, "-m", "deploy.smoke_job", "--base-url", base_url),
+        *("python", "-m", "deploy.smoke_job", "--base-url", base_url),
     ]
     environment = {**os.environ, "RAY_AUTH_MODE": "token"}
     done = subprocess.run(
