@@ -6,9 +6,11 @@ Format: 8 bytes little-endian header length, JSON, then data (huggingface/safete
 
 from __future__ import annotations
 
+import errno
 import gc
 import json
 import os
+import stat
 from collections.abc import Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -20,6 +22,7 @@ from placement.errors import CheckpointError
 
 INDEX_FILE = "model.safetensors.index.json"
 DUMP_KEY, DUMP_VERSION = "nrank_headers", 1
+NOT_REGULAR = "is no regular file"
 MAX_HEADER_BYTES = 100_000_000  # the limit of the safetensors library itself
 DTYPE_BITS: Mapping[str, int] = {
     "BOOL": 8, "U8": 8, "I8": 8, "F8_E4M3": 8, "F8_E5M2": 8, "F8_E8M0": 8,
@@ -75,8 +78,11 @@ def read_headers(model_dir: str) -> CheckpointHeaders:
     """
     if not os.path.isdir(model_dir):
         raise CheckpointError(f"{model_dir}: no such model directory")
-    if not os.path.isfile(os.path.join(model_dir, "config.json")):
+    config_path = os.path.join(model_dir, "config.json")
+    if not os.path.exists(config_path):
         raise CheckpointError(f"{model_dir}: has no config.json, so it isn't a model directory")
+    if not os.path.isfile(config_path):
+        raise CheckpointError(f"{config_path}: can't be read ({NOT_REGULAR})")
     index_path = os.path.join(model_dir, INDEX_FILE)
     if os.path.exists(index_path):
         return _read_indexed(model_dir, _read_weight_map(index_path))
@@ -185,9 +191,16 @@ def _span_after(start: int, entry: Mapping[str, Any]) -> list[int]:
     return [start, start + prod(entry["shape"]) * DTYPE_BITS[entry["dtype"]] // 8]
 
 
+def require_regular(path: str) -> None:
+    """OSError unless `path` is a file of bytes: to open a FIFO waits for a writer, for ever."""
+    if not stat.S_ISREG(os.stat(path).st_mode):
+        raise OSError(errno.EINVAL, NOT_REGULAR, path)
+
+
 def read_json(path: str) -> dict[str, Any]:
     """A JSON object from a file; CheckpointError for bad JSON, duplicate keys or another type."""
     try:
+        require_regular(path)
         with open(path, encoding="utf-8") as file:
             return _parse_object(path, file.read())
     except OSError as error:
@@ -199,11 +212,12 @@ def read_json(path: str) -> dict[str, Any]:
 def read_file_headers(path: str) -> tuple[dict[str, TensorHeader], int]:
     """Tensors of one safetensors file and the bytes read to learn them (8 + header)."""
     try:
+        require_regular(path)
         handle = os.open(path, os.O_RDONLY)
     except FileNotFoundError as error:
         raise CheckpointError(f"{path}: shard is missing; fetch it again") from error
     except OSError as error:
-        raise CheckpointError(f"{path}: can't be opened ({error.strerror})") from error
+        raise CheckpointError(f"{path}: can't be read ({error.strerror})") from error
     try:
         size = os.fstat(handle).st_size
         raw = _read_header_text(path, handle, size)

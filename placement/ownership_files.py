@@ -18,6 +18,7 @@ from typing import Any
 
 from placement.errors import ConfigError
 from placement.experts import LayerOwnership
+from placement.headers import require_regular
 from placement.spec import ModelSpec
 
 MAX_EXPERT_ID = 1 << 20
@@ -84,8 +85,11 @@ def _check_counts(path: str, layer: int, row: Any, num_experts: int) -> None:
 
 def _read(path: str) -> Any:
     try:
+        require_regular(path)
         return json.loads(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"can't read {path}: {error}") from error
     except ValueError as error:
         raise ConfigError(f"{path}: bad JSON ({error})") from error

@@ -1,0 +1,80 @@
+"""Files of a model directory or a plan that can't be opened, are too short or too long."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from placement.errors import CheckpointError, ConfigError
+from placement.headers import INDEX_FILE, read_header_dump, read_headers
+from placement.models.registry import load_model_spec, spec_from_config
+from placement.ownership_files import read_counts, read_ownership
+from placement.spec import ModelSpec
+
+Write = Callable[..., None]
+Make = Callable[[Path], object]
+SHARD = "a.safetensors"
+
+
+def make_socket(path: Path) -> None:
+    os.mknod(path, stat.S_IFSOCK | 0o600)
+
+
+SPECIAL: list[Make] = [os.mkfifo, make_socket, lambda path: path.symlink_to("/dev/zero")]
+special = pytest.mark.parametrize("make", SPECIAL, ids=["fifo", "socket", "device"])
+
+
+def refused(read: Callable[[], object], *words: str) -> str:
+    """The read is refused in one line that has all these words."""
+    with pytest.raises((CheckpointError, ConfigError)) as caught:
+        read()
+    message = str(caught.value)
+    assert "\n" not in message
+    for word in words:
+        assert word in message
+    return message
+
+
+def two_shards(model_dir: Path, write_file: Write) -> None:
+    """Shard a holds x, y and z; shard b holds w."""
+    write_file(model_dir / SHARD, dict.fromkeys("zyx", ("F16", (4,))))
+    write_file(model_dir / "b.safetensors", {"w": ("F16", (4,))})
+    placed = {"z": SHARD, "y": SHARD, "x": SHARD, "w": "b.safetensors"}
+    (model_dir / INDEX_FILE).write_text(json.dumps({"weight_map": placed}))
+
+
+@special
+@pytest.mark.parametrize("name", ["config.json", INDEX_FILE, SHARD])
+def test_a_special_file_in_a_model_directory(
+    model_dir: Path, write_file: Write, make: Make, name: str
+) -> None:
+    two_shards(model_dir, write_file)
+    (model_dir / name).unlink()
+    make(model_dir / name)
+    refused(lambda: load_model_spec(str(model_dir)), name, "is no regular file")
+
+
+@special
+def test_a_special_file_as_a_shard_without_index(model_dir: Path, make: Make) -> None:
+    make(model_dir / SHARD)
+    refused(lambda: read_headers(str(model_dir)), SHARD, "is no regular file")
+
+
+@special
+def test_a_special_file_given_to_a_plan(
+    tmp_path: Path, make: Make, tiny: tuple[ModelSpec, object]
+) -> None:
+    path = str(tmp_path / "given")
+    make(tmp_path / "given")
+    for read in (
+        lambda: spec_from_config(path),
+        lambda: read_header_dump(path),
+        lambda: read_ownership(path),
+        lambda: read_counts(path, tiny[0]),
+    ):
+        refused(read, path, "is no regular file")
