@@ -209,8 +209,36 @@ def read_json(path: str) -> dict[str, Any]:
         raise CheckpointError(f"{path}: is not UTF-8 text (byte {error.start})") from error
 
 
-def read_file_headers(path: str) -> tuple[dict[str, TensorHeader], int]:
-    """Tensors of one safetensors file and the bytes read to learn them (8 + header)."""
+def read_file_headers(
+    path: str, weight_map: Mapping[str, str] | None = None
+) -> tuple[dict[str, TensorHeader], int]:
+    """Tensors of one safetensors file and the bytes read to learn them (8 + header).
+
+    When the header can't be read, the error tells what `weight_map` (tensor -> file) has there.
+    """
+    try:
+        raw, size = _read_header(path)
+        entries = _parse_object(path, raw)
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}{_indexed_there(path, weight_map or {})}") from error
+    entries.pop("__metadata__", None)
+    start = 8 + len(raw)
+    tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
+    _check_extents(path, tensors, size)
+    return tensors, start
+
+
+def _indexed_there(path: str, weight_map: Mapping[str, str]) -> str:
+    file = os.path.basename(path)
+    names = sorted(name for name, placed in weight_map.items() if placed == file)
+    if not names:
+        return ""
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
+    return f" ({INDEX_FILE} has {names[0]}{more} in it)"
+
+
+def _read_header(path: str) -> tuple[bytes, int]:
+    """The JSON text of a safetensors file and the bytes of the whole file."""
     try:
         require_regular(path)
         handle = os.open(path, os.O_RDONLY)
@@ -220,17 +248,11 @@ def read_file_headers(path: str) -> tuple[dict[str, TensorHeader], int]:
         raise CheckpointError(f"{path}: can't be read ({error.strerror})") from error
     try:
         size = os.fstat(handle).st_size
-        raw = _read_header_text(path, handle, size)
+        return _read_header_text(path, handle, size), size
     except OSError as error:
         raise CheckpointError(f"{path}: can't be read ({error.strerror})") from error
     finally:
         os.close(handle)
-    entries = _parse_object(path, raw)
-    entries.pop("__metadata__", None)
-    start = 8 + len(raw)
-    tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
-    _check_extents(path, tensors, size)
-    return tensors, start
 
 
 def _read_header_text(path: str, handle: int, size: int) -> bytes:
@@ -328,7 +350,7 @@ def _read_indexed(model_dir: str, weight_map: Mapping[str, str]) -> CheckpointHe
     shards: dict[str, dict[str, TensorHeader]] = {}
     header_bytes = 0
     for file in sorted(set(weight_map.values())):
-        shards[file], read = read_file_headers(os.path.join(model_dir, file))
+        shards[file], read = read_file_headers(os.path.join(model_dir, file), weight_map)
         header_bytes += read
     tensors = {
         name: _indexed_tensor(model_dir, name, file, shards) for name, file in weight_map.items()

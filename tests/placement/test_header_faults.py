@@ -78,3 +78,43 @@ def test_a_special_file_given_to_a_plan(
         lambda: read_counts(path, tiny[0]),
     ):
         refused(read, path, "is no regular file")
+
+
+def cut(keep_bytes: int) -> Make:
+    return lambda path: path.write_bytes((20).to_bytes(8, "little")[:keep_bytes])
+
+
+@pytest.mark.parametrize(
+    ("make", "words"),
+    [
+        (lambda _: None, "missing"),
+        (lambda path: path.symlink_to("nowhere"), "missing"),
+        (lambda path: path.symlink_to(path.name), "can't be read"),
+        (lambda path: path.mkdir(), "can't be read"),
+        (os.mkfifo, "can't be read"),
+        (cut(0), "truncated"),
+        (cut(7), "truncated"),
+        (cut(8), "truncated"),
+        (lambda path: path.write_bytes((2).to_bytes(8, "little") + b"{["), "bad JSON"),
+    ],
+)
+def test_a_shard_without_header_names_its_tensors(
+    model_dir: Path, write_file: Write, make: Make, words: str
+) -> None:
+    two_shards(model_dir, write_file)
+    (model_dir / SHARD).unlink()
+    make(model_dir / SHARD)
+    refused(lambda: read_headers(str(model_dir)), SHARD, words, "has x and 2 more in it")
+
+
+def test_a_lost_shard_of_one_tensor_names_it(model_dir: Path, write_file: Write) -> None:
+    two_shards(model_dir, write_file)
+    (model_dir / "b.safetensors").unlink()
+    message = refused(lambda: read_headers(str(model_dir)), "b.safetensors", "missing")
+    assert message.endswith(f"({INDEX_FILE} has w in it)")
+
+
+def test_a_cut_shard_without_index_names_the_file_alone(model_dir: Path) -> None:
+    cut(8)(model_dir / SHARD)
+    message = refused(lambda: read_headers(str(model_dir)), SHARD, "truncated")
+    assert INDEX_FILE not in message
