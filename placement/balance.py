@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import heapq
 from bisect import bisect_left
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from placement.experts import LayerOwnership, contiguous_ownership, deal, holders
@@ -93,24 +93,79 @@ def resize(current: LayerOwnership, num_experts: int, ranks: int) -> LayerOwners
 def rebalance_layer(current: LayerOwnership, counts: Counts, ranks: int) -> LayerOwnership:
     """Few moves from `current` to a busiest load within LOAD_TOLERANCE of the best balance.
 
-    None when it is there already. Otherwise swaps with the busiest rank; should these get stuck,
-    the best balance with its parts named after the ranks that hold most of them.
+    None when it is there already. Otherwise the fewer moves of two ways, both without what the
+    limit doesn't need: swaps with the busiest rank, unless they get stuck, and the best balance
+    with its parts named after the ranks that hold most of them.
     """
     start = resize(current, len(counts), ranks)
     best = balance_layer(counts, ranks)
     limit = busiest_load(best, counts) * (1 + LOAD_TOLERANCE)
-    fresh = relabel(best, start)
+    ways = [relabel(best, start)]
     swapped = _swap_until(start, counts, limit)
-    if busiest_load(swapped, counts) > limit:
-        return fresh
-    return min(swapped, fresh, key=lambda owned: len(layer_moves(start, owned)))
+    if busiest_load(swapped, counts) <= limit:
+        ways.insert(0, swapped)
+    ways = [_bring_home(start, way, counts, limit) for way in ways]
+    return min(ways, key=lambda owned: len(layer_moves(start, owned)))
+
+
+def _bring_home(
+    start: LayerOwnership, owned: LayerOwnership, counts: Counts, limit: float
+) -> LayerOwnership:
+    """`owned` with moved experts swapped back to their rank in `start` where `limit` allows it.
+
+    The partner is an expert that was moved, too, so every swap saves a move or two; it ends when
+    no expert can go back.
+    """
+    home = {expert: rank for rank, ids in enumerate(start) for expert in ids}
+    now = {expert: rank for rank, ids in enumerate(owned) for expert in ids}
+    loads = [sum(counts[e] for e in ids) for ids in owned]
+    changed = True
+    while changed:
+        changed = False
+        for expert in sorted(e for e in now if now[e] != home[e]):
+            partner = _partner_home(expert, home, now, loads, counts, limit)
+            if partner is None:
+                continue
+            here, there = now[expert], home[expert]
+            shift = counts[expert] - counts[partner]
+            loads[here] -= shift
+            loads[there] += shift
+            now[expert], now[partner] = there, here
+            changed = True
+    ranks = range(len(owned))
+    return _frozen([[e for e, rank in now.items() if rank == one] for one in ranks])
+
+
+def _partner_home(
+    expert: int,
+    home: Mapping[int, int],
+    now: Mapping[int, int],
+    loads: Sequence[float],
+    counts: Counts,
+    limit: float,
+) -> int | None:
+    """A moved expert on the home of `expert` to swap it with; one that comes home, too, if any."""
+    here, there = now[expert], home[expert]
+    found: int | None = None
+    if here == there:
+        return None
+    for other, rank in now.items():
+        if rank != there or home[other] == there:
+            continue
+        shift = counts[expert] - counts[other]
+        if max(loads[here] - shift, loads[there] + shift) <= limit:
+            if home[other] == here:
+                return other
+            found = other if found is None else found
+    return found
 
 
 def _swap_until(start: LayerOwnership, counts: Counts, limit: float) -> LayerOwnership:
     """Swaps one expert of the busiest rank for a cooler one elsewhere until `limit` is met.
 
-    Each swap takes the partner and pair that leave the lower of the two loads; it stops when no
-    swap lowers the busiest rank. Every swap lowers the sum of squares, so it ends.
+    Each swap takes the partner and pair that leave the lower of the two loads, the idler partner
+    where these are equal; it stops when no swap lowers the busiest rank. Every swap lowers the sum
+    of squares, so it ends.
     """
     owned = [sorted(ids, key=lambda e: counts[e]) for ids in start]
     loads = [sum(counts[e] for e in ids) for ids in owned]
@@ -121,7 +176,7 @@ def _swap_until(start: LayerOwnership, counts: Counts, limit: float) -> LayerOwn
         found = _best_swap(owned, loads, counts, busiest)
         if found is None:
             break
-        _, other, hot, cool = found
+        other, hot, cool = found
         for rank, out, into in ((busiest, hot, cool), (other, cool, hot)):
             owned[rank].remove(out)
             owned[rank].append(into)
@@ -132,9 +187,10 @@ def _swap_until(start: LayerOwnership, counts: Counts, limit: float) -> LayerOwn
 
 def _best_swap(
     owned: Sequence[Sequence[int]], loads: Sequence[float], counts: Counts, busiest: int
-) -> tuple[float, int, int, int] | None:
-    """(higher load of the two after it, partner, expert out, expert in) of the best swap."""
-    best: tuple[float, int, int, int] | None = None
+) -> tuple[int, int, int] | None:
+    """(partner, expert out, expert in) of the swap that leaves the lower of the two loads."""
+    best: tuple[int, int, int] | None = None
+    least = (float("inf"), 0.0)  # higher load of the two after the best swap, partner's before
     top = loads[busiest]
     for other in range(len(loads)):
         if other == busiest:
@@ -147,9 +203,9 @@ def _best_swap(
                 if not 0 <= near < len(cool_counts):
                     continue
                 shift = counts[hot] - cool_counts[near]
-                after = max(top - shift, loads[other] + shift)
-                if shift > 0 and after < top and (best is None or after < best[0]):
-                    best = (after, other, hot, owned[other][near])
+                after = max(top - shift, loads[other] + shift), loads[other]
+                if shift > 0 and after[0] < top and after < least:
+                    least, best = after, (other, hot, owned[other][near])
     return best
 
 
