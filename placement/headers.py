@@ -225,6 +225,11 @@ def read_file_headers(
     start = 8 + len(raw)
     tensors = {name: _tensor(path, name, entry, start) for name, entry in entries.items()}
     _check_extents(path, tensors, size)
+    end = max((one.offset + one.nbytes for one in tensors.values()), default=start)
+    if size > end:
+        raise CheckpointError(
+            f"{path}: file length is {size} bytes, by its header it is {end}; fetch it again"
+        )
     return tensors, start
 
 

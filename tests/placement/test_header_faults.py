@@ -118,3 +118,15 @@ def test_a_cut_shard_without_index_names_the_file_alone(model_dir: Path) -> None
     cut(8)(model_dir / SHARD)
     message = refused(lambda: read_headers(str(model_dir)), SHARD, "truncated")
     assert INDEX_FILE not in message
+
+
+@pytest.mark.parametrize("entries", [{"x": ("F16", (4,)), "none": ("F16", (0,))}, {}])
+def test_bytes_behind_the_last_tensor(
+    model_dir: Path, write_file: Write, entries: dict[str, object]
+) -> None:
+    path = model_dir / SHARD
+    write_file(path, entries)
+    size = path.stat().st_size
+    assert set(read_headers(str(model_dir)).tensors) == set(entries)
+    path.write_bytes(path.read_bytes() + b"\0")
+    refused(lambda: read_headers(str(model_dir)), SHARD, f"is {size + 1} bytes", f"it is {size};")
