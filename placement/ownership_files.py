@@ -10,6 +10,7 @@ server answers `GET /status/experts`.
 from __future__ import annotations
 
 import json
+import reprlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from math import isfinite
@@ -118,20 +119,38 @@ def _whole(value: Any, place: str) -> int:
 
 def _plan_layers(path: str, plan: Mapping[str, Any]) -> tuple[LayerOwnership, ...]:
     """Experts of each rank, draft layers last: per layer inclusive [first, last] ranges."""
-    try:
-        by_rank = [
-            [_ids(path, runs) for runs in (*rank["experts"], *rank.get("draft_experts", ()))]
-            for rank in plan["ranks"]
-        ]
-        return tuple(zip(*by_rank, strict=True))
-    except (KeyError, TypeError, ValueError) as error:
-        raise ConfigError(f"{path}: its ranks have no ranges of experts ({error!r})") from error
+    ranks = plan.get("ranks")
+    if not isinstance(ranks, list) or not ranks:
+        raise ConfigError(f"{path}: a plan needs a list of ranks, has {reprlib.repr(ranks)}")
+    by_rank = [_rank_layers(path, rank, entry) for rank, entry in enumerate(ranks)]
+    for rank, layers in enumerate(by_rank):
+        if len(layers) != len(by_rank[0]):
+            raise ConfigError(
+                f"{path}: rank {rank} has experts of {len(layers)} layers, rank 0 of "
+                f"{len(by_rank[0])}: layer {min(len(layers), len(by_rank[0]))} is on one of them"
+            )
+    return tuple(zip(*by_rank, strict=True))
 
 
-def _ids(path: str, runs: Any) -> tuple[int, ...]:
+def _rank_layers(path: str, rank: int, entry: Any) -> list[tuple[int, ...]]:
+    fields = entry if isinstance(entry, Mapping) else {}
+    layers, drafts = fields.get("experts"), fields.get("draft_experts", [])
+    if not isinstance(layers, list) or not isinstance(drafts, list):
+        raise ConfigError(f"{path}: rank {rank} has no ranges of experts, needs a list a layer")
+    return [
+        _ids(f"{path}: layer {layer}, rank {rank}", runs)
+        for layer, runs in enumerate((*layers, *drafts))
+    ]
+
+
+def _ids(place: str, runs: Any) -> tuple[int, ...]:
+    if not isinstance(runs, list):
+        raise ConfigError(f"{place}: {reprlib.repr(runs)} is no list of [first, last] ranges")
     ids: list[int] = []
-    for first, last in runs:
-        ids += range(_whole(first, path), _whole(last, path) + 1)
+    for run in runs:
+        if not isinstance(run, list) or len(run) != 2:
+            raise ConfigError(f"{place}: {reprlib.repr(run)} is no [first, last] range")
+        ids += range(_whole(run[0], place), _whole(run[1], place) + 1)
     return tuple(ids)
 
 

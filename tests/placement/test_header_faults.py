@@ -130,3 +130,35 @@ def test_bytes_behind_the_last_tensor(
     assert set(read_headers(str(model_dir)).tensors) == set(entries)
     path.write_bytes(path.read_bytes() + b"\0")
     refused(lambda: read_headers(str(model_dir)), SHARD, f"is {size + 1} bytes", f"it is {size};")
+
+
+def ranks(*layers: object) -> dict[str, object]:
+    """A printed plan whose ranks have these experts."""
+    return {"plan_id": "x", "ranks": [{"experts": one} for one in layers]}
+
+
+@pytest.mark.parametrize(
+    ("plan", "words"),
+    [
+        (ranks([[[0, 1]], [[0, 1]]], [[[2, 3]]]), "rank 1 has experts of 1 layers, rank 0 of 2"),
+        (ranks([[[0, 1]]], [[[2, 3]], []]), "rank 0 of 1: layer 1 is on one of them"),
+        (ranks([[[0, 1]]], [[[2]]]), "layer 0, rank 1: [2] is no [first, last] range"),
+        (ranks([[], [[1, 2, 3]]]), "layer 1, rank 0: [1, 2, 3] is no [first, last] range"),
+        (ranks([[], [4]]), "layer 1, rank 0: 4 is no [first, last] range"),
+        (ranks([[], 4]), "layer 1, rank 0: 4 is no list of [first, last] ranges"),
+        (ranks([[], [[0, "b"]]]), "layer 1, rank 0: 'b' is no expert id"),
+        (ranks([[]], 7), "rank 1 has no ranges of experts"),
+        ({"plan_id": "x", "ranks": [{"experts": []}, 5]}, "rank 1 has no ranges of experts"),
+        ({"plan_id": "x", "ranks": [{"experts": [[]], "draft_experts": [[[1]]]}]},
+         "layer 1, rank 0: [1] is no"),
+        ({"plan_id": "x", "ranks": []}, "a plan needs a list of ranks, has []"),
+        ({"plan_id": "x"}, "a plan needs a list of ranks, has None"),
+    ],
+)  # fmt: skip
+def test_a_printed_plan_that_was_damaged(
+    tmp_path: Path, plan: dict[str, object], words: str
+) -> None:
+    path = tmp_path / "plan.json"
+    path.write_text(json.dumps(plan))
+    message = refused(lambda: read_ownership(str(path)), "plan.json: ", words)
+    assert "Error" not in message
