@@ -30,6 +30,8 @@ class Choice:
         self.stopped_by_string = False
         self.completion_tokens = 0
         self.cached_tokens = 0
+        self.draft_tokens = 0
+        self.accepted_tokens = 0
         self.reasoning_tokens = 0
         self.reasoning = ""
         self.content = ""
@@ -47,6 +49,8 @@ class Choice:
         if self.finish_reason is not None:
             return []
         self.cached_tokens = max(self.cached_tokens, batch.cached_tokens)
+        self.draft_tokens = max(self.draft_tokens, batch.draft_tokens)
+        self.accepted_tokens = max(self.accepted_tokens, batch.accepted_tokens)
         pieces = []
         for at, token_id in enumerate(batch.token_ids):
             pieces.append(self._token(token_id, self._is_hidden_end(batch, at)))
@@ -112,9 +116,13 @@ def _merge(pieces: Iterable[Delta]) -> list[Delta]:
 
 
 def usage(request: ValidRequest, choices: Sequence[Choice]) -> dict[str, Any]:
-    """Prompts count once however many choices they have; cached tokens are the first choice's."""
+    """Prompts count once however many choices they have; cached tokens are the first choice's.
+
+    Predictions are the engine's own drafts; accepted ones behind a stop string count as rejected.
+    """
     prompt_tokens = sum(len(prompt.token_ids) for prompt in request.prompts)
     completion_tokens = sum(choice.completion_tokens for choice in choices)
+    accepted = sum(min(choice.accepted_tokens, choice.completion_tokens) for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,
@@ -123,7 +131,9 @@ def usage(request: ValidRequest, choices: Sequence[Choice]) -> dict[str, Any]:
             "cached_tokens": sum(choice.cached_tokens for choice in choices[:: request.n])
         },
         "completion_tokens_details": {
-            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices)
+            "reasoning_tokens": sum(choice.reasoning_tokens for choice in choices),
+            "accepted_prediction_tokens": accepted,
+            "rejected_prediction_tokens": sum(choice.draft_tokens for choice in choices) - accepted,
         },
     }
 

@@ -110,8 +110,15 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("nrank_generation_tokens_total", _C, "Tokens generated", _MODEL),
     MetricSpec("nrank_prefix_cache_queries_total", _C, "Prompt tokens looked up", _MODEL),
     MetricSpec("nrank_prefix_cache_hits_total", _C, "Prompt tokens found", _MODEL),
+    MetricSpec("nrank_spec_decode_drafts_total", _C, "Rows that checked drafts", _MODEL),
     MetricSpec("nrank_spec_decode_draft_tokens_total", _C, "Draft tokens checked", _MODEL),
     MetricSpec("nrank_spec_decode_accepted_tokens_total", _C, "Draft tokens accepted", _MODEL),
+    MetricSpec(
+        "nrank_spec_decode_accepted_tokens_per_pos_total",
+        _C,
+        "Rows that accepted the draft at this position, from 0",
+        (*_MODEL, "position"),
+    ),
     MetricSpec("nrank_preemptions_total", _C, "Sequences preempted", _MODEL),
     MetricSpec("nrank_nonfinite_rows_total", _C, "Logit rows that weren't finite", _MODEL),
     MetricSpec("nrank_kv_pages_used", _G, "KV pages in use", _MODEL),
@@ -251,8 +258,6 @@ class EngineMetrics:
         if new == 0:
             return
         self._count("nrank_generation_tokens_total", new)
-        self._count("nrank_spec_decode_draft_tokens_total", batch.draft_tokens)
-        self._count("nrank_spec_decode_accepted_tokens_total", batch.accepted_tokens)
         if not request.started:
             request.started = True
             self._count("nrank_prefix_cache_queries_total", batch.prompt_tokens)

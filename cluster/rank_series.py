@@ -28,7 +28,11 @@ _SUMMED = (
     "expert_tokens",
     "preemptions",
     "nonfinite_rows",
+    "draft_rounds",
+    "draft_tokens",
+    "accepted_tokens",
 )
+_BY_POSITION = "nrank_spec_decode_accepted_tokens_per_pos_total"
 _LEADER_GAUGES = {
     "nrank_requests_running": "running",
     "nrank_requests_waiting": "waiting",
@@ -40,6 +44,9 @@ _LEADER_GAUGES = {
 _LEADER_COUNTERS = {
     "nrank_preemptions_total": "preemptions",
     "nrank_nonfinite_rows_total": "nonfinite_rows",
+    "nrank_spec_decode_drafts_total": "draft_rounds",
+    "nrank_spec_decode_draft_tokens_total": "draft_tokens",
+    "nrank_spec_decode_accepted_tokens_total": "accepted_tokens",
 }
 _RANK_COUNTERS = {
     "nrank_expert_tokens_total": "expert_tokens",
@@ -65,6 +72,7 @@ class RankSeries(Collector):
             *_RANK_COUNTERS,
             *_RANK_GAUGES,
             *_RANK_SUMMARIES,
+            _BY_POSITION,
             "nrank_kv_cache_usage_ratio",
             "nrank_rank_up",
             "nrank_rank_heartbeat_age_seconds",
@@ -87,6 +95,7 @@ class RankSeries(Collector):
         self._help_of = help_of
         self._last: dict[int, RankSnapshot] = {}
         self._sums: defaultdict[tuple[int, str], float] = defaultdict(float)
+        self._accepted: list[float] = []  # by position of the draft, over all epochs
 
     def update(self, snapshots: Iterable[RankSnapshot]) -> None:
         """Later snapshots replace earlier ones; one of an older epoch or step is ignored."""
@@ -96,6 +105,8 @@ class RankSeries(Collector):
                 continue
             for field in _SUMMED:
                 self._add(snapshot, last, field)
+            if snapshot.rank == 0:
+                self._add_accepted(snapshot, last)
             self._last[snapshot.rank] = snapshot
 
     def update_load(self, epoch: int, ranks: Iterable[LoadProgress]) -> None:
@@ -128,6 +139,15 @@ class RankSeries(Collector):
         before = float(getattr(last, field)) if same_epoch else 0.0
         self._sums[snapshot.rank, field] += max(0.0, value - before)
 
+    def _add_accepted(self, snapshot: RankSnapshot, last: RankSnapshot | None) -> None:
+        now = snapshot.accepted_by_position
+        same_epoch = last is not None and last.epoch == snapshot.epoch
+        before = last.accepted_by_position if last is not None and same_epoch else ()
+        self._accepted += [0.0] * (len(now) - len(self._accepted))
+        for position, value in enumerate(now):
+            old = before[position] if position < len(before) else 0
+            self._accepted[position] += max(0, value - old)
+
     def _leader(self, leader: RankSnapshot | None) -> Iterator[Metric]:
         """Without a live leader nothing runs and nothing waits; pools have no series."""
         for name, field in _LEADER_GAUGES.items():
@@ -147,6 +167,11 @@ class RankSeries(Collector):
             family = CounterMetricFamily(name, self._help_of(name), labels=["model_name"])
             family.add_metric([self._model], self._sums[0, field])
             yield family
+        labels = ["model_name", "position"]
+        family = CounterMetricFamily(_BY_POSITION, self._help_of(_BY_POSITION), labels=labels)
+        for position, accepted in enumerate(self._accepted):
+            family.add_metric([self._model, str(position)], accepted)
+        yield family
         for name, field in _RANK_COUNTERS.items():
             family = CounterMetricFamily(name, self._help_of(name), labels=["rank"])
             for rank in sorted(self._last):

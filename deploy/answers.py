@@ -20,6 +20,8 @@ class Answer:
     text: str | None
     finish_reason: str
     cached_tokens: int
+    draft_tokens: int
+    accepted_tokens: int
     seed: int | None
     error: str | None
 
@@ -37,6 +39,8 @@ class Answer:
             text=text,
             finish_reason=reason.value,
             cached_tokens=result.cached_tokens,
+            draft_tokens=result.draft_tokens,
+            accepted_tokens=min(result.accepted_tokens, count),
             seed=job.seed,
             error=result.error,
         )
@@ -53,6 +57,10 @@ class Answer:
                 "completion_tokens": completion,
                 "total_tokens": prompt + completion,
                 "prompt_tokens_details": {"cached_tokens": self.cached_tokens},
+                "completion_tokens_details": {
+                    "accepted_prediction_tokens": self.accepted_tokens,
+                    "rejected_prediction_tokens": self.draft_tokens - self.accepted_tokens,
+                },
             },
         }
         if self.seed is not None:

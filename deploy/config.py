@@ -43,7 +43,8 @@ class ServeConfig(BaseModel):
     chip_profile: str = ""  # empty: the device's
     usable_bytes: int = Field(0, ge=0)  # of each chip; 0: as the profile says
     ownership_file: str = ""  # experts by rank, as `nrank plan --json` writes; empty: contiguous
-    mtp: int = Field(0, ge=0, le=4)
+    mtp: int = Field(0, ge=0, le=4)  # draft tokens a step, 0: off
+    mtp_auto: bool = True  # a request that drafts slow down stops drafting
     prefix_cache: bool = False
     check_interval_steps: int = Field(64, ge=1)
     check_contracts: bool = False

@@ -73,6 +73,9 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
         "--ownership", metavar="FILE", help="experts by rank, as nrank plan --json writes"
     )
     parser.add_argument("--prefix-cache", choices=("on", "off"), help="reuse of prompt prefixes")
+    parser.add_argument(
+        "--mtp-auto", choices=("on", "off"), help="stop drafts that slow a request down (on)"
+    )
 
 
 class Bounded:
@@ -102,9 +105,9 @@ def given(arguments: argparse.Namespace) -> dict[str, Any]:
         for flag, field in ENGINE_FIELDS.items()
         if (value := getattr(arguments, flag, None)) is not None
     }
-    prefix_cache = getattr(arguments, "prefix_cache", None)
-    if prefix_cache is not None:
-        values["prefix_cache"] = prefix_cache == "on"
+    for switch in ("prefix_cache", "mtp_auto"):
+        if (state := getattr(arguments, switch, None)) is not None:
+            values[switch] = state == "on"
     return values
 
 
@@ -130,7 +133,5 @@ def refuse_missing_features(config: EngineConfig) -> None:
         raise ConfigError(
             f"--device {config.device} is not built in yet; use --device {BUILT_IN_DEVICES[0]}"
         )
-    if config.mtp:
-        raise ConfigError(f"--mtp {config.mtp}: drafting is not built in yet; use --mtp 0")
     if config.prefix_cache:
         raise ConfigError("--prefix-cache on: reuse is not built in yet; use --prefix-cache off")

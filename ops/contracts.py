@@ -119,6 +119,10 @@ def _inject_rows(call: Call) -> None:
         call.fail("rows of down_inject", call.sizes["rows"], f"{rank} or {rank + streams}")
 
 
+def _kept_tokens(call: Call) -> None:
+    call.within("counts", 0, call.sizes["Q"] + 1)
+
+
 def _chunk_length(call: Call) -> None:
     if call.sizes["T"] < 1 or call.sizes["chunk"] < 1:
         call.fail("tokens, chunk", (call.sizes["T"], call.sizes["chunk"]), "at least 1 each")
@@ -241,6 +245,47 @@ CONTRACTS: dict[str, Contract] = {
         _DELTA_DTYPES + _all(FLOAT32, "state"),
         (("key_head", 0, "Hk"),),
         _chunk_length,
+    ),
+    "causal_conv_verify": Contract(
+        _shapes(x="B Q C", weight="C K", windows="slots W C", slots="B"),
+        _all(ACTIVATION, "x weight windows") + _all(INT64, "slots"),
+        (("slots", 0, "slots"),),
+        _window_length("windows"),
+    ),
+    "window_commit_": Contract(
+        _shapes(x="B Q C", windows="slots W C", slots="B", counts="B"),
+        _all((*ACTIVATION, *INT64), "x windows") + _all(INT64, "slots counts"),
+        (("slots", 0, "slots"),),
+        _kept_tokens,
+    ),
+    "gated_delta_verify": Contract(
+        _shapes(
+            q="B Q Hk dk",
+            k="B Q Hk dk",
+            v="B Q Hv dv",
+            g="B Q Hv",
+            beta="B Q Hv",
+            key_head="Hv",
+            states="slots Hv dk dv",
+            slots="B",
+        ),
+        _DELTA_DTYPES + _all(FLOAT32, "states") + _all(INT64, "slots"),
+        (("key_head", 0, "Hk"), ("slots", 0, "slots")),
+    ),
+    "gated_delta_commit_": Contract(
+        _shapes(
+            k="B Q Hk dk",
+            v="B Q Hv dv",
+            g="B Q Hv",
+            beta="B Q Hv",
+            key_head="Hv",
+            states="slots Hv dk dv",
+            slots="B",
+            counts="B",
+        ),
+        _DELTA_DTYPES[1:] + _all(FLOAT32, "states") + _all(INT64, "slots counts"),
+        (("key_head", 0, "Hk"), ("slots", 0, "slots")),
+        _kept_tokens,
     ),
     "hyper_mix": Contract(
         _shapes(streams="T S H", scale="S H", down_inject="rows S*H", up="S*H rank"),

@@ -15,7 +15,19 @@ from collections.abc import Callable, Iterable
 from typing import Any
 
 from ops.contracts import CONTRACTS, Contract
-from ops.reference import attention, conv, delta, hyper, moe, ngram, norm, rope, sampling, select
+from ops.reference import (
+    attention,
+    conv,
+    delta,
+    hyper,
+    moe,
+    ngram,
+    norm,
+    rope,
+    sampling,
+    select,
+    verify,
+)
 from ops.spec import (
     REFERENCE,
     Capability,
@@ -41,6 +53,10 @@ _REFERENCE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     delta.delta_gates,
     delta.gated_delta_step,
     delta.gated_delta_chunk,
+    verify.causal_conv_verify,
+    verify.window_commit_,
+    verify.gated_delta_verify,
+    verify.gated_delta_commit_,
     hyper.hyper_mix,
     hyper.hyper_inject_,
     select.index_keys,

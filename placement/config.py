@@ -23,7 +23,8 @@ class EngineConfig:
     chip_profile: str = ""  # "": the device's default
     usable_bytes: int = 0  # of each chip; 0: as the chip profile says
     ownership_file: str = ""  # experts by rank, as `nrank plan --json` writes; "": contiguous
-    mtp: int = 0
+    mtp: int = 0  # draft tokens a step, 0: off
+    mtp_auto: bool = True  # a sequence that drafting makes slower stops drafting
     prefix_cache: bool = False
     check_interval_steps: int = 64  # decisions of all ranks are compared this often
     check_contracts: bool = False  # ops verify ids, slots and shapes before they run

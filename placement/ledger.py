@@ -68,11 +68,8 @@ class RankLedger:
         return sum(self.page.values())
 
 
-def states_per_sequence(config: EngineConfig) -> int:
-    """Recurrent states a running sequence needs: one, and one for each draft token.
-
-    A verified draft may be accepted up to any position, so the state after each is kept.
-    """
+def step_rows(config: EngineConfig) -> int:
+    """Tokens of a sequence in a decode step: the last one and its drafts."""
     return 1 + config.mtp
 
 
@@ -142,12 +139,11 @@ def rank_ledger(
     """
     fixed, page, slot = dict(weights), dict[str, int](), dict[str, int]()
     units, item = rank_units(share), DTYPE_BYTES[config.dtype]
-    copies = states_per_sequence(config)
     for layer in spec.layers:
         state = _layer_slot(layer, spec, units, item)
         _add_pages(page, layer, units, config.page_tokens, item)
         for row in SLOT_ROWS:
-            _add(slot, row, state.get(row, 0) * copies)
+            _add(slot, row, state.get(row, 0))
             _add(fixed, row, state.get(row, 0) * options.prefix_states)
         _add(slot, "index_pages", state.get("index_pages", 0))
     if config.mtp:
@@ -207,8 +203,8 @@ def workspace_bytes(
 
     T * (3 streams of S*H, 4 of H, the channel mixer's inner rows) and the mixer's live values (see
     `step_floats` of its spec); two copies of one logit row for each token that a sequence samples;
-    rows of an n-gram table that isn't on the chip. An estimate: after the start the measured bytes
-    stand beside it.
+    with drafts what a commit replays; rows of an n-gram table that isn't on the chip. An estimate:
+    after the start the measured bytes stand beside it.
     """
     tokens = config.step_tokens
     units, context = rank_units(share), config.context_tokens or spec.max_context
@@ -216,8 +212,22 @@ def workspace_bytes(
     inner = max(_channel_floats(layer, spec.hidden) for layer in spec.layers)
     mixer = max(layer.mixer.step_floats(units, tokens, context) for layer in spec.layers)
     staged = _staged_row_bytes(spec, DTYPE_BYTES[config.dtype], options) * tokens
-    logits = 2 * spec.vocab * states_per_sequence(config) * FLOAT32_BYTES
-    return (tokens * (streams + inner) + mixer) * FLOAT32_BYTES + staged, logits
+    logits = 2 * spec.vocab * step_rows(config) * FLOAT32_BYTES
+    fixed = (tokens * (streams + inner) + mixer) * FLOAT32_BYTES + staged
+    return fixed, logits + _replay_floats(config, spec, units) * FLOAT32_BYTES
+
+
+def _replay_floats(config: EngineConfig, spec: ModelSpec, units: Units) -> int:
+    """Inputs of a sequence's tokens in all recurrent layers, held until it is known which stay."""
+    if not config.mtp:
+        return 0
+    rows, width, total = step_rows(config), spec.residual.num_streams * spec.hidden, 0
+    for layer in spec.layers:
+        if layer.mixer.slot_bytes(units, 1).recurrent:
+            total += layer.mixer.step_floats(units, rows, rows)
+        if layer.ngram is not None:
+            total += rows * width
+    return total
 
 
 def _channel_floats(layer: LayerSpec, hidden: int) -> int:

@@ -28,7 +28,7 @@ from placement.partition import make_shares
 from placement.physical import DTYPE_BYTES
 from placement.roofline import StepEstimate, estimate_decode_step, expert_bytes
 from placement.sizing import Shortfall, Sizing, make_sizing, shortfall
-from placement.spec import ModelSpec
+from placement.spec import MAX_DRAFTS, ModelSpec
 from placement.topology import Topology, emulated_topology, find_profile
 
 
@@ -257,8 +257,15 @@ def _check(config: EngineConfig, spec: ModelSpec, options: PlanOptions) -> None:
                 f"page_tokens = {config.page_tokens}, needs a multiple of {multiple} "
                 "(tokens of one index block)"
             )
+    if config.mtp > MAX_DRAFTS:
+        raise ConfigError(f"mtp = {config.mtp}, at most {MAX_DRAFTS} drafts a step are possible")
     if config.mtp and not spec.draft_tensors:
         raise ConfigError(f"mtp = {config.mtp}, but {spec.name} has no draft head: use mtp 0")
+    if config.mtp and len(spec.draft_layers) != 1:
+        raise ConfigError(
+            f"mtp = {config.mtp}, but the draft head of {spec.name} has "
+            f"{len(spec.draft_layers)} layers, 1 is supported: use mtp 0"
+        )
     if options.ledger.prefix_states < 0:
         raise ConfigError(f"prefix_states = {options.ledger.prefix_states}, needs at least 0")
     if options.ownership.replicas_bytes < 0:
@@ -300,7 +307,10 @@ def _assumptions(
     if profile.fractal_layout:
         told.append("formats below 8 bits lie packed in rows on the chip, without padding")
     if config.mtp:
-        told.append(f"mtp {config.mtp}: a recurrent state is kept after each draft token")
+        told.append(
+            f"mtp {config.mtp}: one recurrent state a sequence, and the inputs of the tokens of a "
+            "step to replay those that stay; a state after each draft would take more bytes"
+        )
     elif spec.draft_tensors:
         told.append("mtp 0: the draft head on disk is not loaded")
     if options.ledger.ngram_table is TablePlace.HOST:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from placement.capacity import Question
 from placement.explain import format_bytes
-from placement.ledger import ROWS, TablePlace, states_per_sequence
+from placement.ledger import ROWS, TablePlace
 from placement.plan import Plan
 from placement.roofline import expert_bytes
 from placement.spec import Component, ModelSpec
@@ -25,10 +25,9 @@ def reasons(question: Question, plan: Plan) -> list[str]:
 
 def _row_reasons(question: Question, plan: Plan, profile: ChipProfile) -> dict[str, str]:
     config, spec = question.config, question.spec
-    states = states_per_sequence(config)
     pages = f"{plan.num_pages} pages of {plan.page_tokens} tokens"
     slots = (
-        f"{plan.max_sequences} sequences with {states} states each (1 + mtp {config.mtp})"
+        f"{plan.max_sequences} sequences"
         f"{f' and {plan.prefix_states} of the prefix cache' if plan.prefix_states else ''}"
     )
     buffers = f"{profile.collective_buffers} x {format_bytes(profile.collective_buffer_bytes)}"

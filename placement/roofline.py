@@ -247,7 +247,10 @@ def _rank_bytes(
 def _state_reads(
     config: EngineConfig, spec: ModelSpec, layer: LayerSpec, share: RankShare
 ) -> dict[str, int]:
-    """Cache and state of one sequence: selected K/V, all index keys, states read and written."""
+    """Cache and state of one sequence: selected K/V, all index keys, states read and written.
+
+    Drafts read a state once more: first to verify, then to replay what stays.
+    """
     units, item = rank_units(share), DTYPE_BYTES[config.dtype]
     context = config.context_tokens or spec.max_context
     slot = layer.mixer.slot_bytes(units, item)
@@ -256,5 +259,5 @@ def _state_reads(
     return {
         "kv_pages": page.kv * min(context, budget) // config.page_tokens,
         "index_pages": page.index * context // config.page_tokens,
-        "recurrent_slots": 2 * slot.recurrent,
+        "recurrent_slots": (3 if config.mtp else 2) * slot.recurrent,
     }

@@ -142,6 +142,7 @@ class PageBytes:
 #   slot_bytes(units, item_bytes), page_bytes(units, page_tokens, item_bytes),
 #   page_multiple (a page is a multiple of so many tokens),
 #   step_floats(units, tokens, context): live fp32 values of a step, the estimate of a workspace.
+MAX_DRAFTS = 4  # draft tokens a step; rings of raw index keys have room for as many
 SCORE_ROWS = 32  # queries whose gathered keys are held at once
 TILE_ELEMENTS = 1 << 23  # an operator's temporary: 32 MiB of fp32
 SELECTION_WORDS = 8  # a block and query: score, bits, 64-bit key and its masked copy, top-k
@@ -286,8 +287,8 @@ class SparseAttentionSpec:
 
     @property
     def ring_rows(self) -> int:
-        """Raw index keys kept a sequence: an open block and up to 4 draft tokens, whole blocks."""
-        return self.block_tokens * -(-(self.block_tokens + 4) // self.block_tokens)
+        """Raw index keys kept a sequence: an open block and MAX_DRAFTS tokens, whole blocks."""
+        return self.block_tokens * -(-(self.block_tokens + MAX_DRAFTS) // self.block_tokens)
 
 
 @dataclass(frozen=True)
@@ -317,8 +318,8 @@ class LatentAttentionSpec:
         return self.block_tokens
 
     def slot_bytes(self, units: Units, item_bytes: int) -> SlotBytes:
-        """Key and gate of each token of the open block, and of up to 4 drafts, whole blocks."""
-        rows = self.block_tokens * -(-(self.block_tokens + 4) // self.block_tokens)
+        """Key and gate of each token of the open block, and of MAX_DRAFTS, whole blocks."""
+        rows = self.block_tokens * -(-(self.block_tokens + MAX_DRAFTS) // self.block_tokens)
         return SlotBytes(index=rows * 2 * self.index_dim * item_bytes)
 
     def page_bytes(self, units: Units, page_tokens: int, item_bytes: int) -> PageBytes:
@@ -441,6 +442,7 @@ class ModelSpec:
     total_tensors_on_disk: int
     ignored_tensors: tuple[str, ...] = ()
     draft_layers: tuple[LayerSpec, ...] = ()  # of the MTP head; empty when it isn't on disk
+    draft_norm_per_stream: bool = False  # its hidden norm: each stream alone, not all as one
     scale_tensors: tuple[TensorSpec, ...] = ()
     draft_scale_tensors: tuple[TensorSpec, ...] = ()
     obstacles: tuple[str, ...] = ()  # why the engine can't run it; it can still be planned

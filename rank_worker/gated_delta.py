@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 
 from placement.spec import Axis, GatedDeltaSpec
-from rank_worker.batch import StepBatch
+from rank_worker.batch import DecodeGroup, StepBatch
 from rank_worker.parts import Parts
 
 
@@ -25,6 +27,18 @@ class GatedDeltaState:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return {"recurrent_slots": [self.recurrent], "conv_state": [self.conv]}
+
+
+@dataclass(frozen=True)
+class _Uncommitted:
+    """Inputs of the tokens of a draft group, each [B, Q, ...]: what a commit replays."""
+
+    group: DecodeGroup
+    channels: Tensor
+    k: Tensor
+    v: Tensor
+    g: Tensor
+    beta: Tensor
 
 
 class GatedDeltaMixer:
@@ -54,6 +68,7 @@ class GatedDeltaMixer:
         self.state = GatedDeltaState(
             spec, self.value_heads, self.widths[0], parts.num_slots, self.in_proj.dtype
         )
+        self._uncommitted: _Uncommitted | None = None
 
     def forward(self, x: Tensor, batch: StepBatch) -> Tensor:
         if not self.value_heads:
@@ -62,9 +77,10 @@ class GatedDeltaMixer:
         channels, z, b, a = torch.split_with_sizes(projected, self.widths, dim=-1)
         g, beta = self.ops.delta_gates(a, b, self.a_log, self.dt_bias)
         parts = []
-        if batch.num_decode:
-            n = batch.num_decode
-            parts.append(self._decode(channels[:n], g[:n], beta[:n], batch.decode_slots))
+        for group in batch.groups:
+            inputs = group.of(channels), group.of(g), group.of(beta)
+            step = self._verify if group.is_draft else self._decode
+            parts.append(step(*inputs, group))
         for row in batch.prefill:
             s = slice(row.begin, row.end)
             parts.append(self._prefill(channels[s], g[s], beta[s], row.slot))
@@ -81,11 +97,37 @@ class GatedDeltaMixer:
         v = channels[:, 2 * keys :].reshape(tokens, self.value_heads, spec.value_dim)
         return q, k, v
 
-    def _decode(self, channels: Tensor, g: Tensor, beta: Tensor, slots: Tensor) -> Tensor:
-        mixed = self.ops.causal_conv_step(channels, self.conv_weight, self.state.conv, slots)
+    def _decode(self, channels: Tensor, g: Tensor, beta: Tensor, group: DecodeGroup) -> Tensor:
+        """One token a row ([B, 1, ...]), into the state at once."""
+        mixed = self.ops.causal_conv_step(
+            channels[:, 0], self.conv_weight, self.state.conv, group.slots
+        )
         q, k, v = self._heads(mixed)
         return self.ops.gated_delta_step(
-            q, k, v, g, beta, self.key_head, self.state.recurrent, slots
+            q, k, v, g[:, 0], beta[:, 0], self.key_head, self.state.recurrent, group.slots
+        )
+
+    def _verify(self, channels: Tensor, g: Tensor, beta: Tensor, group: DecodeGroup) -> Tensor:
+        """Q tokens a row; the state stays, `commit` puts the accepted ones into it."""
+        mixed = self.ops.causal_conv_verify(
+            channels, self.conv_weight, self.state.conv, group.slots
+        )
+        q, k, v = (x.unflatten(0, (-1, group.width)) for x in self._heads(mixed.flatten(0, 1)))
+        self._uncommitted = _Uncommitted(group, channels, k, v, g, beta)
+        out: Tensor = self.ops.gated_delta_verify(
+            q, k, v, g, beta, self.key_head, self.state.recurrent, group.slots
+        )
+        return out.flatten(0, 1)
+
+    def commit(self, counts: Tensor) -> None:
+        """The first counts[b] tokens of row b of the step's draft group enter the state."""
+        held, self._uncommitted = self._uncommitted, None
+        if held is None:  # a rank without heads
+            return
+        slots = held.group.slots
+        self.ops.window_commit_(held.channels, self.state.conv, slots, counts)
+        self.ops.gated_delta_commit_(
+            held.k, held.v, held.g, held.beta, self.key_head, self.state.recurrent, slots, counts
         )
 
     def _prefill(self, channels: Tensor, g: Tensor, beta: Tensor, slot: int) -> Tensor:

@@ -43,7 +43,10 @@ class EngineRequest:
 
 @dataclass(frozen=True)
 class TokenBatch:
-    """Tokens of one request made in one step; the last one carries `finish_reason`."""
+    """Tokens of one request made in one step; the last one carries `finish_reason`.
+
+    Counts of tokens are the request's totals so far. Accepted ones are part of the answer.
+    """
 
     request_id: str
     token_ids: tuple[int, ...]
@@ -89,6 +92,9 @@ class RankSnapshot:
     prompt_tokens: int = 0  # prompt tokens computed
     generation_tokens: int = 0
     preemptions: int = 0
+    draft_rounds: int = 0  # rows that verified drafts
+    draft_tokens: int = 0  # drafts verified
+    accepted_by_position: tuple[int, ...] = ()  # rounds that accepted the draft at each place
     pages_used: int = 0
     pages_total: int = 0
     slots_used: int = 0
@@ -103,3 +109,8 @@ class RankSnapshot:
     expert_tokens: int = 0  # token-expert pairs this rank computed, warm-up left out
     nonfinite_rows: int = 0
     memory_bytes: dict[str, int] = field(default_factory=dict)  # ledger row -> measured bytes
+
+    @property
+    def accepted_tokens(self) -> int:
+        """Drafts that equalled the model's own sample, those behind an answer's end too."""
+        return sum(self.accepted_by_position)

@@ -1,7 +1,8 @@
 """The layer driver: runs one step through all layers and is the only place that reduces.
 
 Reductions of a step: the embedding, the n-gram embedding, and two a layer (token mixer; routed
-plus shared experts). Dispatches on mixer kinds; knows no model by name.
+plus shared experts). The draft head (`rank_worker.draft`) runs its layer through the same
+functions. Dispatches on mixer kinds; knows no model by name.
 """
 
 from __future__ import annotations
@@ -11,7 +12,7 @@ from torch import Tensor
 from torch.nn.functional import linear
 
 from placement.spec import Axis, GatedDeltaSpec, LayerSpec, ModelSpec, MoeSpec, SparseAttentionSpec
-from rank_worker.batch import StepBatch
+from rank_worker.batch import Noted, StepBatch
 from rank_worker.comm import Comm
 from rank_worker.gated_delta import GatedDeltaMixer
 from rank_worker.moe import MoeChannel
@@ -23,10 +24,15 @@ from rank_worker.weights import WeightSource
 
 
 class Layer:
-    """One layer's parts, built from this rank's weights."""
+    """One layer's parts, built from this rank's weights. Draft layers follow the model's own in
+    the ownership of experts.
+    """
 
-    def __init__(self, parts: Parts, spec: LayerSpec, source: WeightSource) -> None:
-        prefix = f"layers.{spec.index}"
+    def __init__(
+        self, parts: Parts, spec: LayerSpec, source: WeightSource, is_draft: bool = False
+    ) -> None:
+        prefix = f"{'draft.' if is_draft else ''}layers.{spec.index}"
+        expert_layer = spec.index + (len(parts.spec.layers) if is_draft else 0)
         weights = source.take(f"{prefix}.")
         self.mixer_site = StreamSite(parts, weights, f"{prefix}.mixer_site")
         self.channel_site = StreamSite(parts, weights, f"{prefix}.channel_site")
@@ -37,7 +43,7 @@ class Layer:
             assert isinstance(spec.mixer, SparseAttentionSpec), "a kind that nobody runs yet"
             self.mixer = SparseAttentionMixer(parts, spec.mixer, weights, f"{prefix}.mixer")
         assert isinstance(spec.channel, MoeSpec), "a kind that nobody runs yet"
-        self.channel = MoeChannel(parts, spec.channel, weights, f"{prefix}.channel", spec.index)
+        self.channel = MoeChannel(parts, spec.channel, weights, f"{prefix}.channel", expert_layer)
         self.ngram: NgramInjection | None = None
         if spec.ngram is not None:
             self.ngram = NgramInjection(parts, spec.ngram, weights, f"{prefix}.ngram")
@@ -56,24 +62,48 @@ class Model:
         self.head = parts.device.pack_linear(weights.pop("head"))
         self.final_site = StreamSite(parts, weights, "final_mixer")
         self.layers = [Layer(parts, layer, source) for layer in spec.layers]
-        source.check_taken()
         self.rope = _rope_of(spec)
 
-    def forward(self, batch: StepBatch) -> Tensor:
-        """Logits [S, local vocab] of the rows `batch.sample_rows`."""
-        streams = self._embed(batch.token_ids)
-        rope = self.ops.rope_tables(batch.positions, *self.rope, streams.dtype)
+    def forward(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
+        """Logits [S, local vocab] of `batch.sample_rows`, and the streams of all rows [T, S, H].
+
+        State of rows with drafts stays as it is until `commit`.
+        """
+        hidden = self.embed_tokens(batch.token_ids)
+        streams = hidden.unsqueeze(1).repeat(1, self.spec.residual.num_streams, 1)
+        rope = self.rope_tables(batch.positions, streams.dtype)
         for layer in self.layers:
             self._layer(layer, streams, batch, rope)
+        sampled = streams
         if not batch.all_sampled:
-            streams = streams.index_select(0, batch.sample_rows)
-        mixed, _ = self.final_site.mix(streams)
-        return linear(mixed, self.head)
+            sampled = streams.index_select(0, batch.sample_rows)
+        return self.logits(self.final_site, sampled), streams
 
-    def _embed(self, token_ids: Tensor) -> Tensor:
+    def commit(self, counts: Tensor) -> None:
+        """Row b of the step's draft group keeps its first counts[b] tokens, in every state.
+
+        K/V, pooled index keys and the ring of raw ones need none: they are addressed by position,
+        and a rejected position is written again before anything sees it.
+        """
+        for layer in self.layers:
+            if isinstance(layer.mixer, GatedDeltaMixer):
+                layer.mixer.commit(counts)
+            if layer.ngram is not None:
+                layer.ngram.commit(counts)
+
+    def embed_tokens(self, token_ids: Tensor) -> Tensor:
+        """[T, H] of token ids [T]."""
         rows = self.ops.table_rows(self.embed, token_ids, self.first_vocab)
-        hidden = self.comm.all_reduce_(rows)
-        return hidden.unsqueeze(1).repeat(1, self.spec.residual.num_streams, 1)
+        return self.comm.all_reduce_(rows)
+
+    def rope_tables(self, positions: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+        cos, sin = self.ops.rope_tables(positions, *self.rope, dtype)
+        return cos, sin
+
+    def logits(self, site: StreamSite, streams: Tensor) -> Tensor:
+        """This rank's logits [T, local vocab] of streams [T, S, H]."""
+        mixed, _ = site.mix(streams)
+        return linear(mixed, self.head)
 
     def _layer(
         self, layer: Layer, streams: Tensor, batch: StepBatch, rope: tuple[Tensor, Tensor]
@@ -86,9 +116,16 @@ class Model:
             y = layer.mixer.forward(x, batch, rope)
         else:
             y = layer.mixer.forward(x, batch)
-        layer.mixer_site.inject_(streams, inject, self.comm.all_reduce_(y))
+        self.finish_layer(layer, streams, inject, y, batch.positions, batch)
+
+    def finish_layer(
+        self, layer: Layer, streams: Tensor, inject: Tensor | None, mixed: Tensor,
+        positions: Tensor, noted: Noted,
+    ) -> None:  # fmt: skip
+        """Reduces and injects the mixer's partial sum, then the whole channel half of a layer."""
+        layer.mixer_site.inject_(streams, inject, self.comm.all_reduce_(mixed))
         x, inject = layer.channel_site.mix(streams)
-        y = layer.channel.forward(x, batch)
+        y = layer.channel.forward(x, positions, noted)
         layer.channel_site.inject_(streams, inject, self.comm.all_reduce_(y))
 
     def reset_slot(self, slot: int) -> None:

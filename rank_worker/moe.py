@@ -13,7 +13,7 @@ from torch.nn.functional import linear
 from placement.config import RankShare
 from placement.experts import LayerHolders
 from placement.spec import MoeSpec
-from rank_worker.batch import StepBatch
+from rank_worker.batch import Noted
 from rank_worker.parts import Parts
 
 
@@ -36,15 +36,14 @@ class MoeChannel:
         self.counts = torch.zeros(spec.num_experts, dtype=torch.int64)
         self._one = torch.ones(1, dtype=torch.int64)
 
-    def forward(self, x: Tensor, batch: StepBatch) -> Tensor:
+    def forward(self, x: Tensor, positions: Tensor, noted: Noted) -> Tensor:
         logits, shared_gate, gate_up = torch.split_with_sizes(
             linear(x, self.in_proj), self.widths, dim=-1
         )
         route_weights, ids = self.ops.route(logits, self.spec.top_k, self.spec.normalise_top_k)
-        if batch.decisions is not None:
-            batch.note_decision(ids)
+        noted.note_decision(ids)
         self.counts.index_add_(0, ids.view(-1), self._one.expand(ids.numel()))
-        local = self._local(ids, batch.positions)
+        local = self._local(ids, positions)
         out = self.ops.moe_experts(x, route_weights, local, self.gate_up, self.down)
         shared = self.ops.gated_swiglu(gate_up, shared_gate)
         return out.add_(linear(shared, self.shared_down))

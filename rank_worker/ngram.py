@@ -8,7 +8,7 @@ from torch import Tensor
 from ops.reference.norm import unit_offset
 from placement.errors import CheckpointError
 from placement.spec import Axis, NgramSpec
-from rank_worker.batch import StepBatch
+from rank_worker.batch import DecodeGroup, StepBatch
 from rank_worker.parts import Parts
 
 
@@ -51,6 +51,7 @@ class NgramInjection:
         self.vocab_sizes = self._constant(weights, f"{prefix}.vocab_sizes", spec.head_vocab_sizes)
         self.offsets = self._constant(weights, f"{prefix}.offsets", spec.head_offsets)
         self.state = NgramState(spec, streams * hidden, parts.num_slots, self.key.dtype)
+        self._uncommitted: tuple[DecodeGroup, Tensor, Tensor] | None = None
 
     @staticmethod
     def _constant(weights: dict[str, Tensor], role: str, computed: tuple[int, ...]) -> Tensor:
@@ -66,11 +67,12 @@ class NgramInjection:
     def rows(self, batch: StepBatch) -> Tensor:
         """Partial embedding [T, embed_dim]: zeros where another rank owns the row."""
         parts = []
-        if batch.num_decode:
-            ids = batch.token_ids[: batch.num_decode, None]
-            held = self.state.history.index_select(0, batch.decode_slots)
+        for group in batch.groups:
+            ids = group.of(batch.token_ids)
+            held = self.state.history.index_select(0, group.slots)
             history = torch.cat([held, ids], dim=1)
-            self.state.history[batch.decode_slots] = history[:, 1:]
+            if not group.is_draft:
+                self.state.history[group.slots] = history[:, 1:]
             parts.append(self._hash(history).flatten(0, 1))
         for row in batch.prefill:
             ids = batch.token_ids[None, row.begin : row.end]
@@ -91,13 +93,8 @@ class NgramInjection:
             embedding, streams, self.key, self.value, *self.scales, self.eps
         )
         dilation, parts = self.spec.ngram_size, []
-        if batch.num_decode:
-            parts.append(
-                self.ops.causal_conv_step(
-                    conv_in[: batch.num_decode], self.conv_weight, self.state.conv,
-                    batch.decode_slots, dilation,
-                )
-            )  # fmt: skip
+        for group in batch.groups:
+            parts.append(self._convolve(group.of(conv_in), group))
         for row in batch.prefill:
             window = self.state.conv[row.slot]
             y, new_window = self.ops.causal_conv_chunk(
@@ -108,3 +105,25 @@ class NgramInjection:
         conv = parts[0] if len(parts) == 1 else torch.cat(parts)
         streams += gated
         streams += conv.view(streams.shape)
+        if batch.drafts is not None:
+            self._uncommitted = (batch.drafts, batch.drafts.of(batch.token_ids), conv_in)
+
+    def _convolve(self, rows: Tensor, group: DecodeGroup) -> Tensor:
+        """rows [B, Q, C] -> [B * Q, C]; windows move on unless the rows carry drafts."""
+        window, dilation = self.state.conv, self.spec.ngram_size
+        if not group.is_draft:
+            return self.ops.causal_conv_step(
+                rows[:, 0], self.conv_weight, window, group.slots, dilation
+            )
+        y: Tensor = self.ops.causal_conv_verify(
+            rows, self.conv_weight, window, group.slots, dilation
+        )
+        return y.flatten(0, 1)
+
+    def commit(self, counts: Tensor) -> None:
+        """The first counts[b] tokens of row b of the step's draft group enter the state."""
+        assert self._uncommitted is not None, "no draft group went through this layer"
+        (group, token_ids, conv_in), self._uncommitted = self._uncommitted, None
+        state = self.state
+        self.ops.window_commit_(group.of(conv_in), state.conv, group.slots, counts)
+        self.ops.window_commit_(token_ids[..., None], state.history[..., None], group.slots, counts)

@@ -18,6 +18,7 @@ import torch
 from ops.registry import Capability, OpSet
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError
+from placement.ledger import loaded_tensors
 from placement.plan import Plan
 from placement.prepare import prepare
 from placement.reads import plan_reads
@@ -81,9 +82,10 @@ class Rank:
         prepared = prepare(self.config)
         spec, self.plan = prepared.spec, prepared.plan
         plan, share = self.plan, self.plan.ranks[self.rank].share
-        reads = plan_reads(spec.tensors, share, prepared.headers)
+        tensors = loaded_tensors(self.config, spec)
+        reads = plan_reads(tensors, share, prepared.headers)
         dtype = parameter_dtype(self.config.dtype)
-        source = WeightSource(Loader(dtype, self.counter, self.pace), spec.tensors, reads)
+        source = WeightSource(Loader(dtype, self.counter, self.pace), tensors, reads)
         self._weight_bytes = source.row_bytes
         ops = OpSet(Capability(self.config.device, dtype=dtype), self.config.check_contracts)
         device = open_device(self.config.device)
@@ -93,7 +95,7 @@ class Rank:
         )  # fmt: skip
         vocab = tuple(s.ranges[Axis.VOCAB] for s in plan.shares)
         context = plan.context.configured_tokens
-        self.runner = Runner(parts, source, self.comm, vocab, context)
+        self.runner = Runner(parts, source, self.comm, vocab, context, self.config.mtp)
         if self.rank == 0:
             self.scheduler = Scheduler(self._limits(plan))
         self.comm.roll_call("loaded", self.config.load_timeout_s)
@@ -106,10 +108,14 @@ class Rank:
         return SchedulerLimits(
             c.step_tokens, c.prefill_chunk_tokens, c.page_tokens, plan.num_pages,
             c.max_sequences, plan.context.configured_tokens, c.check_interval_steps, self.epoch,
+            c.mtp, c.mtp_auto,
         )  # fmt: skip
 
     def _warm_up(self) -> None:
-        """A prefill and a decode step through every layer and collective, on slot 0."""
+        """A prefill and a decode step through every layer and collective, on slot 0.
+
+        With drafts a round of them, too; its rows may reach past page 0, into a table of zeros.
+        """
         admit = Admit(0, 0.0, 0, 1.0, 0.0, 0, 0)
         prefill, last = RowFlag.PREFILL | RowFlag.SAMPLE, RowFlag.SAMPLE
         steps = (
@@ -120,12 +126,22 @@ class Rank:
             StepPlan(Opcode.STEP, self.epoch, 0, True, (), (), (Row(0, 2, 1, last),), ()),
         )  # fmt: skip
         assert self.runner is not None
-        for step in (*steps, steps[-1]):  # the last one once more, timed
+        for step in (*steps, *self._warm_round(), steps[-1]):  # the last one once more, timed
             began = time.perf_counter()
             self.runner.execute(decode(encode(step)))
         self._warm_step_seconds = time.perf_counter() - began
-        self.runner.model.reset_counts()
+        self.runner.reset_counts()
         self.comm.barrier()
+
+    def _warm_round(self) -> tuple[StepPlan, ...]:
+        """Slot 0 verifies drafts and makes new ones; nothing where the context is too short."""
+        mtp = self.config.mtp
+        assert self.plan is not None
+        if not mtp or self.plan.context.configured_tokens < 2 + 2 * mtp:
+            return ()
+        flags = RowFlag.SAMPLE | RowFlag.DRAFT | RowFlag.ENTER | RowFlag.PROPOSE
+        row = Row(0, 2, 1 + mtp, flags)
+        return (StepPlan(Opcode.STEP, self.epoch, 0, True, (), (), (row,), ()),)
 
     def run(self) -> None:
         """The step loop. Returns after `stop`; RankError when a step or a peer fails."""
@@ -151,8 +167,10 @@ class Rank:
             plan = scheduler.schedule()
             self.comm.send_plan(encode(plan))
             if plan.opcode is Opcode.STEP:
-                ids = self._execute(runner, plan)
-                batches = scheduler.update(ids, time.time())
+                before = self._step_seconds
+                new_tokens = self._execute(runner, plan)
+                seconds = self._step_seconds - before
+                batches = scheduler.update(new_tokens, time.time(), seconds)
                 if not scheduler.has_work:  # whoever gets the last batch finds the counters whole
                     self._read_counters(runner)
                 if batches:
@@ -171,13 +189,14 @@ class Rank:
             if plan.opcode is Opcode.STEP:
                 self._execute(runner, plan)
 
-    def _execute(self, runner: Runner, plan: StepPlan) -> list[int]:
+    def _execute(self, runner: Runner, plan: StepPlan) -> list[list[int]]:
+        """Rank 0: the new tokens of each sampled row, the one host read of a step."""
         began = time.perf_counter()
-        ids = runner.execute(plan)
-        host = ids.tolist() if self.rank == 0 else []
+        sampled = runner.execute(plan)
+        host = sampled.tolist() if self.rank == 0 else []
         self._step = plan.step
         self._busy_steps += 1
-        self._nonfinite_rows += sum(1 for token in host if token < 0)
+        self._nonfinite_rows += sum(row[-1] < 0 for row in host)
         now = time.perf_counter()
         self._step_seconds += now - began
         if now - self._counters_read_s > COUNTER_INTERVAL_S:
@@ -187,7 +206,7 @@ class Rank:
     def _read_counters(self, runner: Runner) -> None:
         """Counters live on the device; they are read between steps, seldom."""
         self._counters_read_s = time.perf_counter()
-        self._expert_counts = runner.model.expert_counts()
+        self._expert_counts = runner.expert_counts()
 
     def _drain_inbox(self, scheduler: Scheduler) -> None:
         """Takes all that arrived; waits for a heartbeat interval when there is nothing to do."""
@@ -239,7 +258,7 @@ class Rank:
         scheduler, runner, plan = self.scheduler, self.runner, self.plan
         memory = dict(self._weight_bytes)
         if runner is not None:
-            memory.update(runner.model.state_bytes())
+            memory.update(runner.state_bytes())
         pages_total = plan.num_pages if plan else 0
         slots_total = self.config.max_sequences
         return RankSnapshot(
@@ -252,6 +271,9 @@ class Rank:
             prompt_tokens=scheduler.prompt_tokens if scheduler else 0,
             generation_tokens=scheduler.generation_tokens if scheduler else 0,
             preemptions=scheduler.num_preemptions if scheduler else 0,
+            draft_rounds=scheduler.draft_rounds if scheduler else 0,
+            draft_tokens=scheduler.draft_rounds * self.config.mtp if scheduler else 0,
+            accepted_by_position=tuple(scheduler.accepted_by_position) if scheduler else (),
             pages_used=pages_total - scheduler.pool.num_free if scheduler else 0,
             pages_total=pages_total,
             slots_used=slots_total - len(scheduler.free_slots) if scheduler else 0,

@@ -1,6 +1,8 @@
-"""Executes step plans on one rank: plan -> batch -> model -> sampled ids."""
+"""Executes step plans on one rank: plan -> batch -> model -> sampled ids -> state -> drafts."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -8,15 +10,31 @@ from torch import Tensor
 from placement.errors import RankError
 from rank_worker.batch import BatchBuilder, StepBatch
 from rank_worker.comm import Comm
+from rank_worker.draft import Drafter, DraftHead
 from rank_worker.model import Model
 from rank_worker.parts import Parts
 from rank_worker.sampler import Sampler
-from rank_worker.step_plan import StepPlan
+from rank_worker.step_plan import RowFlag, StepPlan
 from rank_worker.weights import WeightSource
 
 
+@dataclass(frozen=True)
+class Sampled:
+    """New tokens of R sampled rows, on the device: the first accepted[r] + 1 ids of row r."""
+
+    ids: Tensor  # [R, tokens] int64
+    accepted: Tensor  # [R] int64, drafts of the row that the model would have sampled itself
+
+    def tolist(self) -> list[list[int]]:
+        """New tokens of each row; reads the device once."""
+        if self.ids.shape[1] == 1:
+            return [[token] for token in self.ids.flatten().tolist()]
+        packed = torch.cat([self.ids, self.accepted[:, None]], dim=1).tolist()
+        return [row[: row[-1] + 1] for row in packed]
+
+
 class Runner:
-    """Owns the model, the caches of every slot and the sampler of one rank."""
+    """Owns the model, the caches of every slot, the sampler and the draft head of one rank."""
 
     def __init__(
         self,
@@ -25,34 +43,92 @@ class Runner:
         comm: Comm,
         vocab_ranges: tuple[tuple[int, int], ...],
         context_tokens: int,
+        num_drafts: int = 0,
     ) -> None:
         self.comm = comm
         self.model = Model(parts, source, comm)
         max_pages = -(-context_tokens // parts.page_tokens)
-        self.builder = BatchBuilder(parts.num_slots, max_pages, parts.page_tokens)
+        self.builder = BatchBuilder(parts.num_slots, max_pages, parts.page_tokens, num_drafts)
         self.sampler = Sampler(parts.ops, comm, vocab_ranges, parts.num_slots)
+        self.drafter: Drafter | None = None
+        if num_drafts:
+            head = DraftHead(parts, source, self.model)
+            self.drafter = Drafter(head, self.builder, self.sampler, context_tokens)
+        source.check_taken()
         self.logits_log: list[Tensor] | None = None  # a list here collects every step's logits
 
     @torch.inference_mode()
-    def execute(self, plan: StepPlan) -> Tensor:
-        """Runs one step; returns the sampled ids [S] on the device."""
+    def execute(self, plan: StepPlan) -> Sampled:
+        """Runs one step; its new tokens stay on the device."""
         for admit in plan.admits:
-            self.model.reset_slot(admit.slot)
+            self._reset_slot(admit.slot)
             self.sampler.admit(admit)
         batch = self.builder.build(plan)
-        logits = self.model.forward(batch)
+        logits, streams = self.model.forward(batch)
         if self.logits_log is not None:
             self.logits_log.append(logits.clone())
         ids = self.sampler.sample(
             logits, batch.sample_slots, batch.sample_slots_host, batch.sample_positions
         )
-        self.builder.last_tokens[batch.sample_slots] = ids.clamp(min=0)
+        sampled = self._settle(batch, ids)
+        if self.drafter is not None:
+            self.drafter.propose(plan.rows, batch, streams, ids, sampled.accepted)
         if plan.check:
             self._check_decisions(batch, ids, plan.step)
-        return ids
+        return sampled
+
+    def _reset_slot(self, slot: int) -> None:
+        self.model.reset_slot(slot)
+        if self.drafter is not None:
+            self.drafter.head.reset_slot(slot)
+
+    def _settle(self, batch: StepBatch, ids: Tensor) -> Sampled:
+        """Decides which drafts stay, commits them to the state, and keeps each row's last token.
+
+        A draft stays when it and all before it equal the model's own sample at their position.
+        """
+        group = batch.drafts
+        if group is None:
+            self.builder.last_tokens[batch.sample_slots] = ids.clamp(min=0)
+            return Sampled(ids[:, None], torch.zeros_like(ids))
+        width, rows = group.width, len(group.starts)
+        first = next(i for i, row in enumerate(batch.sampled) if row.flags & RowFlag.DRAFT)
+        before, drafted, after = ids.tensor_split([first, first + rows * width])
+        verified = drafted.view(rows, width)
+        matches = group.of(batch.token_ids)[:, 1:] == verified[:, :-1]
+        kept = matches.long().cumprod(dim=1).sum(dim=1)
+        self.model.commit(kept + 1)
+        batch.note_decision(kept)
+        single = [part[:, None].expand(-1, width) for part in (before, after)]
+        table = torch.cat([single[0], verified, single[1]])
+        accepted = ids.new_zeros(table.shape[0])
+        accepted[first : first + rows] = kept
+        slots = torch.tensor([row.slot for row in batch.sampled])
+        last = table.gather(1, accepted[:, None])[:, 0]
+        self.builder.last_tokens[slots] = last.clamp(min=0)
+        return Sampled(table, accepted)
+
+    def state_bytes(self) -> dict[str, int]:
+        """Allocated bytes of caches and states by ledger row."""
+        total = self.model.state_bytes()
+        if self.drafter is not None:
+            total["mtp_state"] = self.drafter.head.state_bytes()
+        return total
+
+    def expert_counts(self) -> list[list[int]]:
+        """Routes to each expert of each layer since the last reset, the draft head's last."""
+        counts = self.model.expert_counts()
+        if self.drafter is not None:
+            counts.append(self.drafter.head.layer.channel.counts.tolist())
+        return counts
+
+    def reset_counts(self) -> None:
+        self.model.reset_counts()
+        if self.drafter is not None:
+            self.drafter.head.layer.channel.counts.zero_()
 
     def _check_decisions(self, batch: StepBatch, ids: Tensor, step: int) -> None:
-        """RankError when the ranks routed, selected or sampled differently in this step."""
+        """RankError when the ranks routed, selected, sampled or drafted differently in a step."""
         batch.note_decision(ids)
         mine = torch.stack(batch.decisions or [])
         parts = self.comm.all_gather(mine)  # [world, decisions]

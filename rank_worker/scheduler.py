@@ -11,6 +11,7 @@ from collections.abc import Sequence as Seq
 from dataclasses import dataclass, field
 
 from placement.errors import ConfigError
+from rank_worker.draft_gain import DraftCost
 from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
 from rank_worker.pages import PagePool
 from rank_worker.sequence import Sequence
@@ -29,21 +30,30 @@ class SchedulerLimits:
     context_tokens: int
     check_interval_steps: int
     epoch: int = 0
+    num_drafts: int = 0
+    drafts_auto: bool = True  # a sequence that drafting makes slower stops drafting
 
 
 @dataclass
-class _Draft:
-    """A plan being put together."""
+class _Outline:
+    """A plan being put together: rows as (sequence, tokens, DRAFT and PROPOSE where they hold)."""
 
     budget: int
     admits: list[Admit] = field(default_factory=list)
     pages: list[PageUpdate] = field(default_factory=list)
-    decode: list[tuple[Sequence, int]] = field(default_factory=list)
-    prefill: list[tuple[Sequence, int]] = field(default_factory=list)
+    decode: list[_Part] = field(default_factory=list)
+    prefill: list[_Part] = field(default_factory=list)
+
+
+@dataclass
+class _Part:
+    sequence: Sequence
+    count: int
+    flags: RowFlag = RowFlag.NONE
 
 
 class Scheduler:
-    """schedule() -> StepPlan, then update(sampled ids) -> TokenBatches. One step in flight."""
+    """schedule() -> StepPlan, then update(new tokens) -> TokenBatches. One step in flight."""
 
     def __init__(self, limits: SchedulerLimits) -> None:
         """ConfigError when the page pool can't hold one sequence of the whole context."""
@@ -62,6 +72,9 @@ class Scheduler:
         self.num_preemptions = 0
         self.prompt_tokens = 0
         self.generation_tokens = 0
+        self.draft_rounds = 0
+        self.accepted_by_position = [0] * limits.num_drafts
+        self.cost = DraftCost(limits.num_drafts)
         self._in_flight: list[tuple[Sequence, Row]] = []
 
     @property
@@ -69,7 +82,7 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: EngineRequest) -> None:
-        self.waiting.append(Sequence.of(request))
+        self.waiting.append(Sequence.of(request, is_drafting=self.limits.num_drafts > 0))
 
     def abort(self, request_ids: Seq[str]) -> None:
         """Drops the named requests between steps; unknown names are ignored (already done)."""
@@ -81,66 +94,110 @@ class Scheduler:
     def schedule(self) -> StepPlan:
         """The next step's plan; opcode IDLE when there is nothing to compute."""
         assert not self._in_flight, "the previous step was not committed"
-        draft = _Draft(budget=self.limits.step_tokens)
+        outline = _Outline(budget=self.limits.step_tokens)
         for sequence in [s for s in self.running if s.is_decode]:
-            self._add_decode(draft, sequence)
+            self._add_decode(outline, sequence)
+        reserved = self._reserve_for_drafts(outline)
         for sequence in [s for s in self.running if not s.is_decode]:
-            self._add_prefill(draft, sequence)
-        while self.waiting and self.free_slots and draft.budget > 0:
-            if not self._admit(draft):
+            self._add_prefill(outline, sequence)
+        while self.waiting and self.free_slots and outline.budget > 0:
+            if not self._admit(outline):
                 break
-        return self._finish_plan(draft)
+        if self.limits.num_drafts:
+            outline.budget += reserved
+            self._add_drafts(outline)
+        return self._finish_plan(outline)
 
-    def update(self, sampled: Seq[int], now_s: float = 0.0) -> list[TokenBatch]:
-        """Commits the step in flight; `sampled` holds one id per SAMPLE row, in row order."""
+    def update(
+        self, sampled: Seq[Seq[int]], now_s: float = 0.0, seconds: float = 0.0
+    ) -> list[TokenBatch]:
+        """Commits the step in flight, which took `seconds`.
+
+        `sampled` holds the new tokens of each SAMPLE row, in row order: one, and one more for each
+        draft that was accepted.
+        """
         batches: list[TokenBatch] = []
-        ids = iter(sampled)
+        results = iter(sampled)
+        self._note_time(seconds)
         for sequence, row in self._in_flight:
-            token = next(ids) if row.flags & RowFlag.SAMPLE else None
+            tokens = next(results) if row.flags & RowFlag.SAMPLE else ()
             if sequence.slot < 0:  # aborted while the step ran
                 continue
+            is_round = bool(row.flags & RowFlag.DRAFT)
             self.prompt_tokens += max(0, min(sequence.num_prompt - row.start, row.count))
-            sequence.num_computed = row.start + row.count
-            if token is not None:
-                batches.append(self._accept(sequence, token, now_s))
+            sequence.num_computed = row.start + (len(tokens) if is_round else row.count)
+            sequence.has_drafts = bool(row.flags & RowFlag.PROPOSE)
+            if is_round:
+                self._note_round(sequence, len(tokens) - 1)
+            if tokens:
+                batches.append(self._accept(sequence, tokens, now_s))
         self._in_flight = []
         return batches
 
-    def _accept(self, sequence: Sequence, token: int, now_s: float) -> TokenBatch:
-        name, num_prompt = sequence.request.request_id, sequence.num_prompt
-        if token == NON_FINITE:
-            self._release(sequence)
-            return TokenBatch(
-                name, (), FinishReason.ERROR, now_s, "non_finite",
-                f"logits of request {name} are not finite at position {len(sequence.tokens)}",
-                prompt_tokens=num_prompt,
-            )  # fmt: skip
-        sequence.tokens.append(token)
+    def _note_time(self, seconds: float) -> None:
+        """Keeps the time of a step whose rows are all draft rounds, or all plain."""
+        rows = [row for _, row in self._in_flight]
+        kinds = {row.flags & (RowFlag.PREFILL | RowFlag.DRAFT | RowFlag.PROPOSE) for row in rows}
+        if kinds == {RowFlag.NONE}:
+            self.cost.saw_plain(len(rows), seconds)
+        elif kinds == {RowFlag.DRAFT | RowFlag.PROPOSE}:
+            self.cost.saw_round(len(rows), seconds)
+
+    def _note_round(self, sequence: Sequence, accepted: int) -> None:
+        self.draft_rounds += 1
+        for position in range(accepted):
+            self.accepted_by_position[position] += 1
+        sequence.draft_tokens += self.limits.num_drafts
+        if self.limits.drafts_auto:
+            sequence.gain.note(accepted, self.cost.ratio(len(self._in_flight)))
+            if sequence.gain.is_lost:
+                sequence.is_drafting = sequence.has_drafts = False
+
+    def _accept(self, sequence: Sequence, tokens: Seq[int], now_s: float) -> TokenBatch:
+        """Takes `tokens` up to the one that ends the sequence; the others never were."""
+        name = sequence.request.request_id
+        taken: list[int] = []
+        reason: FinishReason | None = None
+        for token in tokens:
+            if token == NON_FINITE:
+                reason = FinishReason.ERROR
+                break
+            taken.append(token)
+            sequence.tokens.append(token)
+            reason = sequence.finish_after(token, self.limits.context_tokens)
+            if reason is not None:
+                break
         sequence.last_on_device = True
-        self.generation_tokens += 1
-        reason = sequence.finish_after(token, self.limits.context_tokens)
+        sequence.accepted_tokens += min(len(taken), len(tokens) - 1)
+        self.generation_tokens += len(taken)
         if reason is not None:
             self._release(sequence)
-        return TokenBatch(name, (token,), reason, now_s, prompt_tokens=num_prompt)
+        is_bad = reason is FinishReason.ERROR
+        text = f"logits of request {name} are not finite at position {len(sequence.tokens)}"
+        return TokenBatch(
+            name, tuple(taken), reason, now_s, "non_finite" if is_bad else None,
+            text if is_bad else None, prompt_tokens=sequence.num_prompt,
+            draft_tokens=sequence.draft_tokens, accepted_tokens=sequence.accepted_tokens,
+        )  # fmt: skip
 
-    def _add_decode(self, draft: _Draft, sequence: Sequence) -> None:
-        if sequence.slot < 0 or draft.budget < 1:  # preempted by an earlier row of this step
+    def _add_decode(self, outline: _Outline, sequence: Sequence) -> None:
+        if sequence.slot < 0 or outline.budget < 1:  # preempted by an earlier row of this step
             return
-        if self._grow(draft, sequence, sequence.num_computed + 1):
-            draft.decode.append((sequence, 1))
-            draft.budget -= 1
+        if self._grow(outline, sequence, sequence.num_computed + 1):
+            outline.decode.append(_Part(sequence, 1))
+            outline.budget -= 1
 
-    def _add_prefill(self, draft: _Draft, sequence: Sequence) -> None:
-        if sequence.slot < 0 or draft.budget < 1:
+    def _add_prefill(self, outline: _Outline, sequence: Sequence) -> None:
+        if sequence.slot < 0 or outline.budget < 1:
             return
-        count = min(sequence.num_pending, draft.budget)
+        count = min(sequence.num_pending, outline.budget)
         if self.limits.prefill_chunk_tokens:
             count = min(count, self.limits.prefill_chunk_tokens)
-        if self._grow(draft, sequence, sequence.num_computed + count):
-            draft.prefill.append((sequence, count))
-            draft.budget -= count
+        if self._grow(outline, sequence, sequence.num_computed + count):
+            outline.prefill.append(_Part(sequence, count))
+            outline.budget -= count
 
-    def _admit(self, draft: _Draft) -> bool:
+    def _admit(self, outline: _Outline) -> bool:
         """Moves the first waiting sequence to a slot, or leaves it waiting for pages."""
         sequence = self.waiting[0]
         needed = -(-len(sequence.tokens) // self.limits.page_tokens)
@@ -150,36 +207,93 @@ class Scheduler:
         sequence.slot = self.free_slots.pop()
         self.running.append(sequence)
         p = sequence.request.sampling
-        draft.admits.append(
+        outline.admits.append(
             Admit(sequence.slot, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.choice)
         )
-        self._add_prefill(draft, sequence)
+        self._add_prefill(outline, sequence)
         return True
 
-    def _grow(self, draft: _Draft, sequence: Sequence, num_tokens: int) -> bool:
+    def _grow(self, outline: _Outline, sequence: Sequence, num_tokens: int) -> bool:
         """Gives `sequence` pages for `num_tokens`, preempting the newest others if it must."""
         needed = -(-num_tokens // self.limits.page_tokens)
         while len(sequence.pages) < needed:
             page = self.pool.take()
             if page is not None:
-                draft.pages.append(PageUpdate(sequence.slot, len(sequence.pages), page))
+                outline.pages.append(PageUpdate(sequence.slot, len(sequence.pages), page))
                 sequence.pages.append(page)
                 continue
             victim = self.running[-1]
-            self._preempt(draft, victim)
+            self._preempt(outline, victim)
             if victim is sequence:
                 return False
         return True
 
-    def _preempt(self, draft: _Draft, victim: Sequence) -> None:
+    def _reserve_for_drafts(self, outline: _Outline) -> int:
+        """Keeps budget from prefill for drafts that are there, half of it at most."""
+        rows = sum(part.sequence.has_drafts for part in outline.decode)
+        reserved = min(rows * self.limits.num_drafts, outline.budget // 2)
+        outline.budget -= reserved
+        return reserved
+
+    def _add_drafts(self, outline: _Outline) -> None:
+        """Widens decode rows by their drafts and says who makes new ones.
+
+        Pages come from what is free when all rows have theirs: drafts never cause a preemption.
+        """
+        is_plain = self._is_plain(outline)
+        k, limit = self.limits.num_drafts, self.limits.context_tokens
+        for part in (*outline.decode, *outline.prefill):
+            sequence, left = part.sequence, self._tokens_left(part.sequence)
+            wide = sequence.num_computed + 1 + k
+            if (
+                sequence.has_drafts and not is_plain and left > 1
+                and wide <= limit and k <= outline.budget
+                and self._grow_free(outline, sequence, wide)
+            ):  # fmt: skip
+                part.count = 1 + k
+                part.flags |= RowFlag.DRAFT
+                outline.budget -= k
+            # Two more tokens after this step's, or there is nothing to draft.
+            if not sequence.is_drafting or left <= 2:
+                continue
+            part.flags |= RowFlag.ENTER
+            end = sequence.num_computed + part.count
+            is_last = end >= len(sequence.tokens)
+            proposes = is_last and not is_plain
+            if proposes and self._grow_free(outline, sequence, min(end + k - 1, limit)):
+                part.flags |= RowFlag.PROPOSE
+
+    def _is_plain(self, outline: _Outline) -> bool:
+        """True when this step leaves drafts unused, to learn what a step without them takes."""
+        rows = outline.decode
+        return (
+            self.limits.drafts_auto
+            and not outline.prefill
+            and any(part.sequence.has_drafts for part in rows)
+            and self.cost.wants_plain(len(rows))
+        )
+
+    def _tokens_left(self, sequence: Sequence) -> int:
+        """Tokens that the sequence may still get, this step's with them."""
+        return min(
+            sequence.request.max_tokens - sequence.num_generated,
+            self.limits.context_tokens - len(sequence.tokens),
+        )
+
+    def _grow_free(self, outline: _Outline, sequence: Sequence, num_tokens: int) -> bool:
+        """Gives `sequence` pages for `num_tokens` if so many are free."""
+        missing = -(-num_tokens // self.limits.page_tokens) - len(sequence.pages)
+        return missing <= self.pool.num_free and self._grow(outline, sequence, num_tokens)
+
+    def _preempt(self, outline: _Outline, victim: Sequence) -> None:
         """Takes slot and pages together; the sequence resumes by recompute."""
-        draft.decode = [d for d in draft.decode if d[0] is not victim]
-        draft.prefill = [d for d in draft.prefill if d[0] is not victim]
-        draft.admits = [a for a in draft.admits if a.slot != victim.slot]
-        draft.pages = [u for u in draft.pages if u.slot != victim.slot]
+        outline.decode = [part for part in outline.decode if part.sequence is not victim]
+        outline.prefill = [part for part in outline.prefill if part.sequence is not victim]
+        outline.admits = [a for a in outline.admits if a.slot != victim.slot]
+        outline.pages = [u for u in outline.pages if u.slot != victim.slot]
         self._release(victim)
         victim.num_computed = 0
-        victim.last_on_device = False
+        victim.last_on_device = victim.has_drafts = False
         victim.preemptions += 1
         self.num_preemptions += 1
         self.waiting.appendleft(victim)
@@ -191,26 +305,36 @@ class Scheduler:
         sequence.pages = []
         sequence.slot = -1
 
-    def _finish_plan(self, draft: _Draft) -> StepPlan:
+    def _finish_plan(self, outline: _Outline) -> StepPlan:
         rows: list[Row] = []
         token_ids: list[int] = []
-        for sequence, count in draft.decode + draft.prefill:
-            end = sequence.num_computed + count
-            flags = RowFlag.SAMPLE if end == len(sequence.tokens) else RowFlag.NONE
-            if not sequence.is_decode:
-                flags |= RowFlag.PREFILL
-                token_ids += sequence.tokens[sequence.num_computed : end]
-            row = Row(sequence.slot, sequence.num_computed, count, flags)
+        outline.decode.sort(key=lambda part: part.count)  # equal widths together
+        for part in outline.decode + outline.prefill:
+            row = self._row(part, token_ids)
             rows.append(row)
-            self._in_flight.append((sequence, row))
+            self._in_flight.append((part.sequence, row))
         if not rows:
             return StepPlan(Opcode.IDLE, self.limits.epoch, self.step)
         self.step += 1
         check = self.step % self.limits.check_interval_steps == 0
         return StepPlan(
             Opcode.STEP, self.limits.epoch, self.step, check,
-            tuple(draft.admits), tuple(draft.pages), tuple(rows), tuple(token_ids),
+            tuple(outline.admits), tuple(outline.pages), tuple(rows), tuple(token_ids),
         )  # fmt: skip
+
+    @staticmethod
+    def _row(part: _Part, token_ids: list[int]) -> Row:
+        """The row of `part`; a prefill row's tokens are added to `token_ids`."""
+        sequence, flags, next_token = part.sequence, part.flags, 0
+        start, end = sequence.num_computed, sequence.num_computed + part.count
+        if end >= len(sequence.tokens):
+            flags |= RowFlag.SAMPLE
+        else:
+            next_token = sequence.tokens[end]
+        if not sequence.is_decode:
+            flags |= RowFlag.PREFILL
+            token_ids += sequence.tokens[start:end]
+        return Row(sequence.slot, start, part.count, flags, next_token)
 
     def check_integrity(self) -> None:
         """Raises AssertionError when pages or slots are lost, doubled or held by nobody."""

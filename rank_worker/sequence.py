@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from rank_worker.draft_gain import DraftGain
 from rank_worker.messages import EngineRequest, FinishReason
 
 
@@ -19,10 +20,15 @@ class Sequence:
     num_scheduled: int = 0  # tokens of the step in flight
     last_on_device: bool = False  # tokens[-1] was sampled into this slot
     preemptions: int = 0
+    is_drafting: bool = False  # its tokens enter the draft head
+    has_drafts: bool = False  # its slot holds drafts of the tokens that follow
+    draft_tokens: int = 0  # verified so far
+    accepted_tokens: int = 0  # of them part of the answer
+    gain: DraftGain = field(default_factory=DraftGain)
 
     @classmethod
-    def of(cls, request: EngineRequest) -> Sequence:
-        return cls(request=request, tokens=list(request.prompt_ids))
+    def of(cls, request: EngineRequest, is_drafting: bool = False) -> Sequence:
+        return cls(request=request, tokens=list(request.prompt_ids), is_drafting=is_drafting)
 
     @property
     def num_prompt(self) -> int:

@@ -5,6 +5,8 @@ The indexer is replicated: every rank selects the same blocks from the same bits
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -12,7 +14,7 @@ from torch.nn.functional import linear
 from ops.reference.norm import unit_offset
 from placement.config import RankShare
 from placement.spec import Axis, SparseAttentionSpec
-from rank_worker.batch import PrefillRow, StepBatch
+from rank_worker.batch import DecodeGroup, DraftRows, Noted, PrefillRow, StepBatch
 from rank_worker.parts import Parts
 
 
@@ -48,6 +50,23 @@ def kv_groups(spec: SparseAttentionSpec, share: RankShare) -> tuple[int, ...]:
     )
 
 
+@dataclass(frozen=True)
+class Projected:
+    """What a layer makes of T tokens before attention, this rank's heads."""
+
+    q: Tensor  # [T, heads, head_dim], normed and rotated
+    gate: Tensor  # [T, heads, head_dim]
+    k: Tensor  # [T, kv_heads, head_dim]
+    v: Tensor  # [T, kv_heads, head_dim]
+    index_q: Tensor  # [T, index_heads, index_dim], normed and rotated
+    index_k: Tensor  # [T, index_dim], raw
+
+    def queries(self, at: Tensor) -> Projected:
+        """Only the queries of the tokens `at` [B]; their keys and values have been written."""
+        q, gate, index_q = (x.index_select(0, at) for x in (self.q, self.gate, self.index_q))
+        return Projected(q, gate, self.k[:0], self.v[:0], index_q, self.index_k[:0])
+
+
 class SparseAttentionMixer:
     """x [T, H] -> partial sum [T, H] over this rank's query heads."""
 
@@ -75,6 +94,11 @@ class SparseAttentionMixer:
         return self.cache
 
     def forward(self, x: Tensor, batch: StepBatch, rope: tuple[Tensor, Tensor]) -> Tensor:
+        seen = self.project(x, rope)
+        self.write(seen, batch)
+        return self._output(self._attend(seen.q, seen.index_q, batch), seen.gate)
+
+    def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Projected:
         spec, tokens = self.spec, x.shape[0]
         q_gate, k, v, index_q, index_k = torch.split_with_sizes(
             linear(x, self.in_proj), self.widths, dim=-1
@@ -84,26 +108,54 @@ class SparseAttentionMixer:
         q = self._rope_norm(q, self.q_scale, rope)
         k = self._rope_norm(k.view(tokens, self.kv_heads, spec.head_dim), self.k_scale, rope)
         v = v.view(tokens, self.kv_heads, spec.head_dim)
-        self.ops.write_kv_(self.cache.k, self.cache.v, batch.kv_slots, k, v)
         index_q = index_q.view(tokens, spec.index_heads, spec.index_dim)
         index_q = self._rope_norm(index_q, self.index_q_scale, rope)
-        self._write_index(index_k, batch)
-        out = self._attend(q, index_q, batch)
-        return linear((out * torch.sigmoid(gate)).flatten(1), self.o)
+        return Projected(q, gate, k, v, index_q, index_k)
+
+    def write(self, seen: Projected, batch: StepBatch) -> None:
+        """Puts keys, values and index keys of all rows where the step's queries find them."""
+        self.ops.write_kv_(self.cache.k, self.cache.v, batch.kv_slots, seen.k, seen.v)
+        for group in batch.groups:
+            self._write_index_decode(group.of(seen.index_k), group, batch.kv_slots)
+        for row in batch.prefill:
+            self._write_index_prefill(seen.index_k[row.begin : row.end], row, batch)
+
+    def write_rows(self, seen: Projected, rows: DraftRows) -> None:
+        """The same for one token a row at positions that only the device knows.
+
+        The key of the open block is pooled each time, from whatever its later entries hold: nobody
+        sees it before the token that completes the block has written it anew.
+        """
+        spec = self.spec
+        r, ring = spec.block_tokens, self.cache.ring
+        self.ops.write_kv_(self.cache.k, self.cache.v, rows.kv_slots, seen.k, seen.v)
+        ring[rows.slots, rows.positions % spec.ring_rows] = seen.index_k
+        first = rows.positions // r * r
+        members = (first[:, None] + torch.arange(r)) % spec.ring_rows
+        self._store_blocks(ring[rows.slots[:, None], members], first, rows.kv_slots)
+
+    def attend_rows(self, seen: Projected, rows: DraftRows) -> Tensor:
+        """Partial sum [B, H] of one query a row; all that it sees has been written."""
+        out = self._select_and_attend(
+            seen.q.unsqueeze(1), seen.index_q.unsqueeze(1), rows.positions[:, None], rows.tables,
+            rows.context, rows,
+        )  # fmt: skip
+        return self._output(out.squeeze(1), seen.gate)
+
+    def _output(self, attended: Tensor, gate: Tensor) -> Tensor:
+        return linear((attended * torch.sigmoid(gate)).flatten(1), self.o)
 
     def _rope_norm(self, x: Tensor, scale: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         return self.ops.apply_rope(self.ops.rms_norm(x, scale, self.eps), *rope)
 
     def _attend(self, q: Tensor, index_q: Tensor, batch: StepBatch) -> Tensor:
         parts = []
-        if batch.num_decode:
-            n = batch.num_decode
-            parts.append(
-                self._select_and_attend(
-                    q[:n].unsqueeze(1), index_q[:n].unsqueeze(1), batch.positions[:n, None],
-                    batch.decode_tables, max(batch.decode_starts) + 1, batch,
-                ).squeeze(1)
-            )  # fmt: skip
+        for group in batch.groups:
+            context = max(group.starts) + group.width
+            out = self._select_and_attend(
+                group.of(q), group.of(index_q), group.positions, group.tables, context, batch
+            )
+            parts.append(out.flatten(0, 1))
         for row in batch.prefill:
             s = slice(row.begin, row.end)
             parts.append(
@@ -116,7 +168,7 @@ class SparseAttentionMixer:
 
     def _select_and_attend(
         self, q: Tensor, index_q: Tensor, positions: Tensor, table: Tensor, context: int,
-        batch: StepBatch,
+        noted: Noted,
     ) -> Tensor:  # fmt: skip
         """q [B, Q, heads, d]; `context`: tokens that the longest row sees."""
         spec, blocks = self.spec, None
@@ -124,31 +176,30 @@ class SparseAttentionMixer:
             blocks = self.ops.select_blocks(
                 index_q, self.cache.index, table, positions, spec.block_tokens, spec.max_blocks
             )
-            batch.note_decision(blocks)
+            noted.note_decision(blocks)
         return self.ops.paged_attention(
             q, self.cache.k, self.cache.v, table, positions, blocks, spec.block_tokens,
             self.groups, spec.head_dim**-0.5,
         )  # fmt: skip
 
-    def _write_index(self, raw: Tensor, batch: StepBatch) -> None:
-        if batch.num_decode:
-            self._write_index_decode(raw[: batch.num_decode], batch)
-        for row in batch.prefill:
-            self._write_index_prefill(raw[row.begin : row.end], row, batch)
-
-    def _write_index_decode(self, raw: Tensor, batch: StepBatch) -> None:
-        """Raw keys go to the ring; a row that completes its block writes the pooled key."""
+    def _write_index_decode(self, raw: Tensor, group: DecodeGroup, kv_slots: Tensor) -> None:
+        """Raw keys [B, Q, dim] go to the ring; a token that completes its block pools its key."""
         r, ring = self.spec.block_tokens, self.cache.ring
-        starts = batch.decode_starts
-        rows = torch.tensor([s % self.spec.ring_rows for s in starts])
-        ring[batch.decode_slots, rows] = raw
-        done = [i for i, s in enumerate(starts) if (s + 1) % r == 0]
+        ring[group.slots[:, None], group.positions % self.spec.ring_rows] = raw
+        done = [
+            (row, start + at)
+            for row, start in enumerate(group.starts)
+            for at in range(group.width)
+            if (start + at + 1) % r == 0
+        ]
         if not done:
             return
-        first = torch.tensor([starts[i] + 1 - r for i in done])
+        rows = torch.tensor([row for row, _ in done])
+        first = torch.tensor([position + 1 - r for _, position in done])
         members = (first[:, None] + torch.arange(r)) % self.spec.ring_rows
-        keys = ring[batch.decode_slots[done][:, None], members]
-        self._store_blocks(keys, first, batch.kv_slots[done])
+        keys = ring[group.slots[rows][:, None], members]
+        last = [group.begin + row * group.width + at - group.starts[row] for row, at in done]
+        self._store_blocks(keys, first, kv_slots[last])
 
     def _write_index_prefill(self, raw: Tensor, row: PrefillRow, batch: StepBatch) -> None:
         r, ring = self.spec.block_tokens, self.cache.ring[row.slot]

@@ -1,7 +1,8 @@
 """The step plan: what every rank does in one step, as a versioned message of 32-bit integers.
 
 Rank 0's scheduler makes it, all ranks execute it. A decode row names its slot, not its token:
-the last sampled token of a slot lives on the device. Knows no tensors and no requests.
+the last sampled token of a slot and its drafts live on the device. Knows no tensors and no
+requests.
 """
 
 from __future__ import annotations
@@ -13,11 +14,11 @@ import numpy as np
 
 from placement.errors import RankError
 
-VERSION = 1
+VERSION = 2
 _HEADER_WORDS = 9
 _ADMIT_WORDS = 8
 _PAGE_WORDS = 3
-_ROW_WORDS = 4
+_ROW_WORDS = 5
 
 
 class Opcode(IntEnum):
@@ -27,11 +28,14 @@ class Opcode(IntEnum):
 
 
 class RowFlag(IntFlag):
-    """`PREFILL` is explicit: it is never inferred from a row's token count."""
+    """`PREFILL` and `DRAFT` are explicit: never inferred from a row's token count."""
 
     NONE = 0
     PREFILL = 1  # token ids are in the plan; otherwise the slot's last token on the device
     SAMPLE = 2  # the row ends at the sequence's last known token, so a next one is sampled
+    DRAFT = 4  # the slot's last token and its drafts, all of them to be verified
+    ENTER = 8  # the row's tokens enter the draft head's cache
+    PROPOSE = 16  # new drafts are made for the slot; needs SAMPLE and ENTER
 
 
 @dataclass(frozen=True)
@@ -56,12 +60,16 @@ class PageUpdate:
 
 @dataclass(frozen=True)
 class Row:
-    """`count` tokens of the sequence in `slot`, the first at absolute position `start`."""
+    """`count` tokens of the sequence in `slot`, the first at absolute position `start`.
+
+    `next_token` follows the row where it is known (inside a prompt); the draft head needs it.
+    """
 
     slot: int
     start: int
     count: int
     flags: RowFlag
+    next_token: int = 0
 
 
 @dataclass(frozen=True)
@@ -72,7 +80,7 @@ class StepPlan:
     check: bool = False  # compare the ranks' decisions after this step
     admits: tuple[Admit, ...] = ()
     page_updates: tuple[PageUpdate, ...] = ()
-    rows: tuple[Row, ...] = ()  # decode rows first
+    rows: tuple[Row, ...] = ()  # decode rows first, equal widths together
     token_ids: tuple[int, ...] = field(default=())  # prefill rows' tokens, in row order
 
 
@@ -94,7 +102,7 @@ def encode(plan: StepPlan) -> np.ndarray:
     for u in plan.page_updates:
         words += [u.slot, u.index, u.page]
     for r in plan.rows:
-        words += [r.slot, r.start, r.count, int(r.flags)]
+        words += [r.slot, r.start, r.count, int(r.flags), r.next_token]
     words += plan.token_ids
     return np.asarray(words, dtype=np.int32)
 
@@ -125,7 +133,7 @@ def decode(words: np.ndarray) -> StepPlan:
         check=bool(check),
         admits=tuple(_admit(record) for record in admits),
         page_updates=tuple(PageUpdate(*record.tolist()) for record in pages),
-        rows=tuple(Row(s, p, n, RowFlag(f)) for s, p, n, f in rows.tolist()),
+        rows=tuple(Row(s, p, n, RowFlag(f), t) for s, p, n, f, t in rows.tolist()),
         token_ids=tuple(words[at:].tolist()),
     )
 

@@ -51,6 +51,40 @@ inline void axpy(float* y, float a, const float* x, int64_t n) {
     for (int64_t i = 0; i < n; ++i) y[i] += a * x[i];
 }
 
+// y[Hk,dk]: each head of x scaled to the length `root`
+inline void unit_heads(float* y, const float* x, float root, int64_t Hk, int64_t dk) {
+    for (int64_t h = 0; h < Hk; ++h) {
+        const float* in = x + h * dk;
+        const float r = root / std::sqrt(dot(in, in, dk) + 1e-6f);
+#pragma omp simd
+        for (int64_t i = 0; i < dk; ++i) y[h * dk + i] = in[i] * r;
+    }
+}
+
+// One token of the gated delta rule into S [dk,dv], then out [dv] = S read with query [dk]; without
+// out nothing is read. delta [dv] is scratch. One function for a step, a verification and its
+// commit, so that a token gives the same bits in all of them.
+__attribute__((noinline)) void delta_token(float* S, const float* query, const float* key,
+                                           const float* v, float g, float beta, float* delta,
+                                           float* out, int64_t dk, int64_t dv) {
+    const float decay = fast_exp(g);
+    std::memset(delta, 0, dv * sizeof(float));
+    for (int64_t i = 0; i < dk; ++i) {
+#pragma omp simd
+        for (int64_t j = 0; j < dv; ++j) {
+            S[i * dv + j] *= decay;
+            delta[j] += key[i] * S[i * dv + j];
+        }
+    }
+#pragma omp simd
+    for (int64_t j = 0; j < dv; ++j) delta[j] = beta * (v[j] - delta[j]);
+    if (out) std::memset(out, 0, dv * sizeof(float));
+    for (int64_t i = 0; i < dk; ++i) {
+        axpy(S + i * dv, key[i], delta, dv);
+        if (out) axpy(out, query[i], S + i * dv, dv);
+    }
+}
+
 }  // namespace
 
 extern "C" {
@@ -115,6 +149,41 @@ void nrank_conv_step(const float* x, int64_t x_stride, const float* weight, floa
     }
 }
 
+// Q tokens a row, the windows left as they are: x, y [B*Q,C], else as above.
+void nrank_conv_verify(const float* x, int64_t x_stride, const float* weight, const float* windows,
+                       const int64_t* slots, float* y, int64_t B, int64_t Q, int64_t C, int64_t K,
+                       int64_t dilation) {
+    const int64_t rows = (K - 1) * dilation;
+    for (int64_t b = 0; b < B; ++b)
+        for (int64_t t = 0; t < Q; ++t) {
+            const float *window = windows + slots[b] * rows * C, *tokens = x + b * Q * x_stride;
+            const float* now = tokens + t * x_stride;
+            float* out = y + (b * Q + t) * C;
+#pragma omp simd
+            for (int64_t c = 0; c < C; ++c) out[c] = weight[c * K + K - 1] * now[c];
+            for (int64_t k = 0; k + 1 < K; ++k) {
+                const int64_t at = t + k * dilation;
+                const float* past = at < rows ? window + at * C : tokens + (at - rows) * x_stride;
+#pragma omp simd
+                for (int64_t c = 0; c < C; ++c) out[c] += weight[c * K + k] * past[c];
+            }
+#pragma omp simd
+            for (int64_t c = 0; c < C; ++c) out[c] = silu(out[c]);
+        }
+}
+
+// windows [slots,W,C] move on by the first counts[b] of Q rows of x [B*Q,C].
+void nrank_window_commit(const float* x, int64_t x_stride, float* windows, const int64_t* slots,
+                         const int64_t* counts, int64_t B, int64_t Q, int64_t W, int64_t C) {
+    for (int64_t b = 0; b < B; ++b) {
+        float* window = windows + slots[b] * W * C;
+        const int64_t count = counts[b], kept = count < W ? W - count : 0;
+        if (kept) std::memmove(window, window + count * C, kept * C * sizeof(float));
+        for (int64_t i = kept; i < W; ++i)
+            std::memcpy(window + i * C, x + (b * Q + count - W + i) * x_stride, C * sizeof(float));
+    }
+}
+
 // q, k [B,Hk,dk] with row stride qk_stride; v [B,Hv,dv] with row stride v_stride; g, beta [B,Hv];
 // key_head [Hv]; states [slots,Hv,dk,dv]; o [B,Hv,dv]; scratch [2*Hk*dk + dv].
 void nrank_delta_step(const float* q, const float* k, int64_t qk_stride, const float* v,
@@ -124,38 +193,63 @@ void nrank_delta_step(const float* q, const float* k, int64_t qk_stride, const f
     float *query = scratch, *key = scratch + Hk * dk, *delta = scratch + 2 * Hk * dk;
     const float root = 1.0f / std::sqrt(static_cast<float>(dk));
     for (int64_t b = 0; b < B; ++b) {
-        for (int64_t h = 0; h < Hk; ++h) {
-            const float *qh = q + b * qk_stride + h * dk, *kh = k + b * qk_stride + h * dk;
-            const float qr = root / std::sqrt(dot(qh, qh, dk) + 1e-6f);
-            const float kr = 1.0f / std::sqrt(dot(kh, kh, dk) + 1e-6f);
-#pragma omp simd
-            for (int64_t i = 0; i < dk; ++i) {
-                query[h * dk + i] = qh[i] * qr;
-                key[h * dk + i] = kh[i] * kr;
-            }
-        }
+        unit_heads(query, q + b * qk_stride, root, Hk, dk);
+        unit_heads(key, k + b * qk_stride, 1.0f, Hk, dk);
         for (int64_t h = 0; h < Hv; ++h) {
             float *S = states + (slots[b] * Hv + h) * dk * dv, *out = o + (b * Hv + h) * dv;
-            const float *qh = query + key_head[h] * dk, *kh = key + key_head[h] * dk;
-            const float *vh = v + b * v_stride + h * dv, decay = fast_exp(g[b * Hv + h]);
-            std::memset(delta, 0, dv * sizeof(float));
-            for (int64_t i = 0; i < dk; ++i) {
-#pragma omp simd
-                for (int64_t j = 0; j < dv; ++j) {
-                    S[i * dv + j] *= decay;
-                    delta[j] += kh[i] * S[i * dv + j];
-                }
+            delta_token(S, query + key_head[h] * dk, key + key_head[h] * dk,
+                        v + b * v_stride + h * dv, g[b * Hv + h], beta[b * Hv + h], delta, out, dk,
+                        dv);
+        }
+    }
+}
+
+// Q tokens a row, the states left as they are. q, k [B*Q,Hk,dk], v [B*Q,Hv,dv] with row strides;
+// g, beta [B*Q,Hv]; o [B*Q,Hv,dv]; scratch [2*Q*Hk*dk + dv + dk*dv].
+void nrank_delta_verify(const float* q, const float* k, int64_t qk_stride, const float* v,
+                        int64_t v_stride, const float* g, const float* beta,
+                        const int64_t* key_head, const float* states, const int64_t* slots,
+                        float* o, float* scratch, int64_t B, int64_t Q, int64_t Hk, int64_t Hv,
+                        int64_t dk, int64_t dv) {
+    const int64_t heads = Hk * dk;
+    float *query = scratch, *key = scratch + Q * heads, *delta = scratch + 2 * Q * heads;
+    float* S = delta + dv;
+    const float root = 1.0f / std::sqrt(static_cast<float>(dk));
+    for (int64_t b = 0; b < B; ++b) {
+        for (int64_t t = 0; t < Q; ++t) {
+            unit_heads(query + t * heads, q + (b * Q + t) * qk_stride, root, Hk, dk);
+            unit_heads(key + t * heads, k + (b * Q + t) * qk_stride, 1.0f, Hk, dk);
+        }
+        for (int64_t h = 0; h < Hv; ++h) {
+            std::memcpy(S, states + (slots[b] * Hv + h) * dk * dv, dk * dv * sizeof(float));
+            for (int64_t t = 0; t < Q; ++t) {
+                const int64_t row = b * Q + t, head = t * heads + key_head[h] * dk;
+                delta_token(S, query + head, key + head, v + row * v_stride + h * dv,
+                            g[row * Hv + h], beta[row * Hv + h], delta, o + (row * Hv + h) * dv, dk,
+                            dv);
             }
-            const float strength = beta[b * Hv + h];
-#pragma omp simd
-            for (int64_t j = 0; j < dv; ++j) delta[j] = strength * (vh[j] - delta[j]);
-            std::memset(out, 0, dv * sizeof(float));
-            for (int64_t i = 0; i < dk; ++i) {
-#pragma omp simd
-                for (int64_t j = 0; j < dv; ++j) {
-                    S[i * dv + j] += kh[i] * delta[j];
-                    out[j] += qh[i] * S[i * dv + j];
-                }
+        }
+    }
+}
+
+// The first counts[b] of Q tokens a row go into the states; k, v, g, beta as above;
+// scratch [Q*Hk*dk + dv].
+void nrank_delta_commit(const float* k, int64_t k_stride, const float* v, int64_t v_stride,
+                        const float* g, const float* beta, const int64_t* key_head, float* states,
+                        const int64_t* slots, const int64_t* counts, float* scratch, int64_t B,
+                        int64_t Q, int64_t Hk, int64_t Hv, int64_t dk, int64_t dv) {
+    const int64_t heads = Hk * dk;
+    float *key = scratch, *delta = scratch + Q * heads;
+    for (int64_t b = 0; b < B; ++b) {
+        for (int64_t t = 0; t < counts[b]; ++t)
+            unit_heads(key + t * heads, k + (b * Q + t) * k_stride, 1.0f, Hk, dk);
+        for (int64_t h = 0; h < Hv; ++h) {
+            float* S = states + (slots[b] * Hv + h) * dk * dv;
+            for (int64_t t = 0; t < counts[b]; ++t) {
+                const int64_t row = b * Q + t;
+                delta_token(S, nullptr, key + t * heads + key_head[h] * dk,
+                            v + row * v_stride + h * dv, g[row * Hv + h], beta[row * Hv + h], delta,
+                            nullptr, dk, dv);
             }
         }
     }

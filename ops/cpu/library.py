@@ -30,6 +30,12 @@ _SIGNATURES: dict[str, tuple[type, ...]] = {
     "nrank_hyper_inject": (_POINTER,) * 3 + (_INT,) * 3,
     "nrank_conv_step": (_POINTER, _INT) + (_POINTER,) * 4 + (_INT,) * 4,
     "nrank_delta_step": (_POINTER, _POINTER, _INT, _POINTER, _INT) + (_POINTER,) * 7 + (_INT,) * 5,
+    "nrank_conv_verify": (_POINTER, _INT) + (_POINTER,) * 4 + (_INT,) * 5,
+    "nrank_window_commit": (_POINTER, _INT) + (_POINTER,) * 3 + (_INT,) * 4,
+    "nrank_delta_verify": (_POINTER, _POINTER, _INT, _POINTER, _INT)
+    + (_POINTER,) * 7
+    + (_INT,) * 6,
+    "nrank_delta_commit": (_POINTER, _INT, _POINTER, _INT) + (_POINTER,) * 7 + (_INT,) * 6,
     "nrank_delta_gates": (_POINTER, _POINTER, _INT) + (_POINTER,) * 4 + (_INT,) * 2,
     "nrank_gated_norm": (_POINTER,) * 3 + (_INT, _POINTER) + (_INT,) * 3 + (_FLOAT, ctypes.c_int),
     "nrank_route": (_POINTER, _INT) + (_POINTER,) * 3 + (_INT,) * 3 + (ctypes.c_int,),

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from ops.cpu import torch_variants as torch_variant
 from ops.cpu.library import library
-from ops.reference import attention, moe, ngram, rope
+from ops.reference import attention, moe, ngram, rope, verify
 
 FEW_ROWS = 16  # above it, matrix products of all rows at once are faster
 
@@ -103,6 +103,87 @@ def gated_delta_step(
         out.data_ptr(), scratch.data_ptr(), batch, key_heads, heads, key_dim, width,
     )  # fmt: skip
     return out
+
+
+def causal_conv_verify(
+    x: Tensor, weight: Tensor, windows: Tensor, slots: Tensor, dilation: int = 1
+) -> Tensor:
+    rows = x.flatten(0, 1)
+    stride = _row_stride(rows)
+    if not stride or not weight.is_contiguous() or not windows.is_contiguous():
+        return verify.causal_conv_verify(x, weight, windows, slots, dilation)
+    y = torch.empty(x.shape)
+    library().nrank_conv_verify(
+        rows.data_ptr(), stride, weight.data_ptr(), windows.data_ptr(), slots.data_ptr(),
+        y.data_ptr(), *x.shape, weight.shape[1], dilation,
+    )  # fmt: skip
+    return y
+
+
+def window_commit_(x: Tensor, windows: Tensor, slots: Tensor, counts: Tensor) -> Tensor:
+    rows = x.flatten(0, 1)
+    stride = _row_stride(rows)
+    floats = x.dim() == 3 and x.dtype == windows.dtype == torch.float32
+    if not floats or not stride or not windows.is_contiguous():
+        return verify.window_commit_(x, windows, slots, counts)
+    library().nrank_window_commit(
+        rows.data_ptr(), stride, windows.data_ptr(), slots.data_ptr(), counts.data_ptr(),
+        *x.shape[:2], *windows.shape[1:],
+    )  # fmt: skip
+    return windows
+
+
+def gated_delta_verify(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    key_head: Tensor,
+    states: Tensor,
+    slots: Tensor,
+) -> Tensor:
+    batch, tokens, key_heads, key_dim = q.shape
+    heads, width = v.shape[2:]
+    query, key, value = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
+    stride, v_stride = _row_stride(query), _row_stride(value)
+    whole = g.is_contiguous() and beta.is_contiguous() and states.is_contiguous()
+    if not stride or not v_stride or stride != _row_stride(key) or not whole:
+        return verify.gated_delta_verify(q, k, v, g, beta, key_head, states, slots)
+    out = torch.empty(batch, tokens, heads, width)
+    scratch = torch.empty(2 * tokens * key_heads * key_dim + width + key_dim * width)
+    library().nrank_delta_verify(
+        query.data_ptr(), key.data_ptr(), stride, value.data_ptr(), v_stride, g.data_ptr(),
+        beta.data_ptr(), key_head.data_ptr(), states.data_ptr(), slots.data_ptr(),
+        out.data_ptr(), scratch.data_ptr(), batch, tokens, key_heads, heads, key_dim, width,
+    )  # fmt: skip
+    return out
+
+
+def gated_delta_commit_(
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    key_head: Tensor,
+    states: Tensor,
+    slots: Tensor,
+    counts: Tensor,
+) -> Tensor:
+    batch, tokens, key_heads, key_dim = k.shape
+    heads, width = v.shape[2:]
+    key, value = k.flatten(0, 1), v.flatten(0, 1)
+    stride, v_stride = _row_stride(key), _row_stride(value)
+    whole = g.is_contiguous() and beta.is_contiguous() and states.is_contiguous()
+    if not stride or not v_stride or not whole:
+        return verify.gated_delta_commit_(k, v, g, beta, key_head, states, slots, counts)
+    scratch = torch.empty(tokens * key_heads * key_dim + width)
+    library().nrank_delta_commit(
+        key.data_ptr(), stride, value.data_ptr(), v_stride, g.data_ptr(), beta.data_ptr(),
+        key_head.data_ptr(), states.data_ptr(), slots.data_ptr(), counts.data_ptr(),
+        scratch.data_ptr(), batch, tokens, key_heads, heads, key_dim, width,
+    )  # fmt: skip
+    return states
 
 
 def gated_rms_norm(x: Tensor, weight: Tensor, gate: Tensor, eps: float, activation: str) -> Tensor:
@@ -252,6 +333,10 @@ OPERATORS = (
     causal_conv_step,
     delta_gates,
     gated_delta_step,
+    causal_conv_verify,
+    window_commit_,
+    gated_delta_verify,
+    gated_delta_commit_,
     gated_rms_norm,
     route,
     moe_experts,

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 
-def _tap_sum(inputs: Tensor, weight: Tensor, length: int, dilation: int) -> Tensor:
+def tap_sum(inputs: Tensor, weight: Tensor, length: int, dilation: int) -> Tensor:
     """silu of the tap sum: inputs [..., W + length, C], weight [C, K] -> [..., length, C] fp32."""
     taps = weight.float()
     total = inputs[..., :length, :].float() * taps[:, 0]
@@ -25,7 +25,7 @@ def causal_conv_chunk(
 ) -> tuple[Tensor, Tensor]:
     """One sequence: x [T, C] after window [W, C] -> y [T, C] and the new window [W, C]."""
     inputs = torch.cat((window.to(x.dtype), x), dim=0)
-    y = _tap_sum(inputs, weight, x.shape[0], dilation).to(x.dtype)
+    y = tap_sum(inputs, weight, x.shape[0], dilation).to(x.dtype)
     return y, inputs[x.shape[0] :].to(window.dtype)
 
 
@@ -36,4 +36,4 @@ def causal_conv_step(
     past = windows.index_select(0, slots).to(x.dtype)
     inputs = torch.cat((past, x[:, None]), dim=1)  # [B, W + 1, C]
     windows.index_copy_(0, slots, inputs[:, 1:].to(windows.dtype))
-    return _tap_sum(inputs, weight, 1, dilation)[:, 0].to(x.dtype)
+    return tap_sum(inputs, weight, 1, dilation)[:, 0].to(x.dtype)

@@ -29,10 +29,18 @@ def _unit_length(x: Tensor) -> Tensor:
     return values * torch.rsqrt(values.square().sum(-1, keepdim=True) + _L2_EPS)
 
 
-def _per_value_head(q: Tensor, k: Tensor, key_head: Tensor) -> tuple[Tensor, Tensor]:
+def per_value_head(q: Tensor, k: Tensor, key_head: Tensor) -> tuple[Tensor, Tensor]:
     """Normalised q (scaled) and k [N, Hk, dk], repeated for the value heads: [N, Hv, dk] fp32."""
     scaled = _unit_length(q) * q.shape[-1] ** -0.5
     return scaled.index_select(1, key_head), _unit_length(k).index_select(1, key_head)
+
+
+def delta_update(state: Tensor, key: Tensor, v: Tensor, g: Tensor, beta: Tensor) -> Tensor:
+    """The state [B, Hv, dk, dv] after one token a row: key [B, Hv, dk], v [B, Hv, dv]."""
+    state = state * g.exp()[..., None, None]
+    read = torch.matmul(key[..., None, :], state)[..., 0, :]
+    delta = (v.float() - read) * beta[..., None]
+    return state + key[..., :, None] * delta[..., None, :]
 
 
 def gated_delta_step(
@@ -46,11 +54,8 @@ def gated_delta_step(
     slots: Tensor,  # [B] int64
 ) -> Tensor:
     """One token a row; returns o [B, Hv, dv] in the dtype of v."""
-    query, key = _per_value_head(q, k, key_head)
-    state = states.index_select(0, slots) * g.exp()[..., None, None]
-    read = torch.matmul(key[..., None, :], state)[..., 0, :]
-    delta = (v.float() - read) * beta[..., None]
-    state = state + key[..., :, None] * delta[..., None, :]
+    query, key = per_value_head(q, k, key_head)
+    state = delta_update(states.index_select(0, slots), key, v, g, beta)
     states.index_copy_(0, slots, state)
     return torch.matmul(query[..., None, :], state)[..., 0, :].to(v.dtype)
 
@@ -66,7 +71,7 @@ def gated_delta_chunk(
     chunk: int = 64,
 ) -> tuple[Tensor, Tensor]:
     """T >= 1 tokens of one sequence: o [T, Hv, dv] in the dtype of v, and the new state."""
-    query, key = _per_value_head(q, k, key_head)
+    query, key = per_value_head(q, k, key_head)
     query, key, value, g, beta = (x.transpose(0, 1) for x in (query, key, v.float(), g, beta))
     outputs = []
     for start in range(0, v.shape[0], chunk):

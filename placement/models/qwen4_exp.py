@@ -30,6 +30,9 @@ from placement.spec import (
 FAMILY = "qwen4_exp"
 MODEL_TYPES = ("qwen4_exp", "qwen4_exp_text")
 DEFAULT_SEED = 1234  # of the n-gram hash, also when the key is null
+# Statistics of the draft head's hidden norm. Shapes can't tell: implementations differ, and the
+# official ones span all streams, so a checkpoint trained the other way has to say it.
+HIDDEN_NORM = "mtp_pre_fc_norm_hidden"
 RECURRENT, ATTENTION = "linear_attention", ("full_attention", "indexed_attention")
 
 
@@ -68,6 +71,7 @@ def build_spec(
         total_tensors_on_disk=len(headers.tensors) if headers else disk.num_pieces,
         ignored_tensors=disk.ignored,
         draft_layers=drafts if disk.draft_tensors else (),
+        draft_norm_per_stream=cfg.text(HIDDEN_NORM, "full", ("full", "per_stream")) != "full",
         scale_tensors=disk.scale_tensors,
         draft_scale_tensors=disk.draft_scale_tensors,
         obstacles=disk.format_obstacles,

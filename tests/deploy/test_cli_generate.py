@@ -90,6 +90,18 @@ def test_a_chat_is_answered_with_text_usage_and_rates(generate: Generate) -> Non
     }  # fmt: skip
 
 
+def test_drafts_change_rates_and_nothing_else(generate: Generate) -> None:
+    plain, drafting = (generate("--chat", CHAT, "--max-tokens", 40, "--mtp", k) for k in (0, 2))
+    for key in ("prompt_ids", "token_ids", "text", "finish_reason"):
+        assert drafting[key] == plain[key]
+    none, some = (one["usage"].pop("completion_tokens_details") for one in (plain, drafting))
+    assert drafting["usage"] == plain["usage"]
+    assert set(none.values()) == {0}
+    stats = drafting["stats"]
+    assert some["accepted_prediction_tokens"] == stats["accepted_tokens"] > 0
+    assert sum(some.values()) == stats["draft_tokens"]
+
+
 def test_requests_run_together_and_answer_in_order(generate: Generate, tmp_path: Path) -> None:
     prompt = generate("--chat", CHAT, "--max-tokens", 1)["prompt_ids"]
     lines = [

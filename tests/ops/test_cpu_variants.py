@@ -155,6 +155,40 @@ def gated_delta_chunk(g: Geometry, batch: int) -> Iterable[Arguments]:
     yield {**delta_inputs(g, 63 + batch), "state": state}
 
 
+def in_rows(arguments: Arguments, names: str, tokens: int) -> Arguments:
+    """The named tensors [B * Q, ...] as [B, Q, ...]."""
+    changed = {name: arguments[name].unflatten(0, (-1, tokens)) for name in names.split()}
+    return {**arguments, **changed}
+
+
+def causal_conv_verify(g: Geometry, batch: int) -> Iterable[Arguments]:
+    for tokens in (2, 5):
+        for case in causal_conv_step(g, batch):
+            x = torch.randn(batch, tokens, case["x"].shape[1])
+            yield {**case, "x": x}
+
+
+def window_commit_(g: Geometry, batch: int) -> Iterable[Arguments]:
+    for window, tokens in ((3, 2), (3, 5), (9, 3)):
+        yield {
+            "x": torch.randn(batch, tokens, g.hidden),
+            "windows": torch.randn(batch + 3, window, g.hidden), "slots": spread_slots(batch),
+            "counts": torch.randint(0, tokens + 1, (batch,)),
+        }  # fmt: skip
+
+
+def gated_delta_verify(g: Geometry, batch: int) -> Iterable[Arguments]:
+    (step,) = gated_delta_step(g, batch)
+    for tokens in (2, 5):
+        yield in_rows({**step, **delta_inputs(g, batch * tokens)}, "q k v g beta", tokens)
+
+
+def gated_delta_commit_(g: Geometry, batch: int) -> Iterable[Arguments]:
+    for case in gated_delta_verify(g, batch):
+        case["counts"] = torch.randint(0, case.pop("q").shape[1] + 1, (batch,))
+        yield case
+
+
 def route(g: Geometry, batch: int) -> Iterable[Arguments]:
     flat = torch.zeros(batch, g.experts)
     flat[:, 1::2] = 1.5
@@ -294,7 +328,8 @@ CASES: dict[str, Cases] = {
     f.__name__: f
     for f in (
         rms_norm, gated_rms_norm, grouped_rms_norm, hyper_mix, hyper_inject_, delta_gates,
-        causal_conv_step, causal_conv_chunk, gated_delta_step, gated_delta_chunk, route,
+        causal_conv_step, causal_conv_chunk, gated_delta_step, gated_delta_chunk,
+        causal_conv_verify, window_commit_, gated_delta_verify, gated_delta_commit_, route,
         moe_experts, paged_attention, write_kv_, nonfinite_rows, apply_rope, gated_swiglu,
         ngram_ids, table_rows,
     )
@@ -327,6 +362,11 @@ def rows_of_wider(x: Tensor) -> Tensor:
     return part.copy_(x)
 
 
+def tokens_of_wider(x: Tensor) -> Tensor:
+    """The same for tokens in rows [B, Q, ...]."""
+    return rows_of_wider(x.flatten(0, 1)).unflatten(0, x.shape[:2])
+
+
 Layout = Callable[[Tensor], Tensor]
 ENGINE_LAYOUTS: dict[str, dict[str, Layout]] = {
     "rms_norm": {"x": rows_of_wider},
@@ -337,6 +377,10 @@ ENGINE_LAYOUTS: dict[str, dict[str, Layout]] = {
     "causal_conv_chunk": {"x": rows_of_wider},
     "delta_gates": {"a": rows_of_wider, "b": rows_of_wider},
     "gated_delta_step": dict.fromkeys("qkv", rows_of_wider),
+    "causal_conv_verify": {"x": tokens_of_wider},
+    "window_commit_": {"x": tokens_of_wider},
+    "gated_delta_verify": dict.fromkeys("qkv", tokens_of_wider),
+    "gated_delta_commit_": dict.fromkeys("kv", tokens_of_wider),
     "gated_rms_norm": {"gate": rows_of_wider},
     "route": {"logits": rows_of_wider},
 }

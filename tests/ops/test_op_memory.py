@@ -79,6 +79,8 @@ def _decode_calls() -> dict[str, tuple[Any, ...]]:
     qk = torch.zeros(3, 2, 8)
     heads = (torch.zeros(3, 4, 8), torch.zeros(3, 4), torch.zeros(3, 4))
     gates = (torch.zeros(3, 4), torch.zeros(3, 4), torch.zeros(4), torch.zeros(4))
+    key_head = torch.zeros(4, dtype=torch.int64)
+    rows = (torch.zeros(3, 2, 2, 8), torch.zeros(3, 2, 4, 8), *torch.zeros(2, 3, 2, 4))
     return {
         "unit_offset": (scale,),
         "rms_norm": (torch.zeros(3, 8), scale[0], 1e-6),
@@ -92,6 +94,12 @@ def _decode_calls() -> dict[str, tuple[Any, ...]]:
         "delta_gates": gates,
         "gated_delta_step": (qk, qk, *heads, torch.zeros(4, dtype=torch.int64),
                              torch.zeros(5, 4, 8, 8), index),
+        "causal_conv_verify": (
+            torch.zeros(3, 2, 8), torch.zeros(8, 4), torch.zeros(5, 9, 8), index, 3
+        ),
+        "window_commit_": (torch.zeros(3, 2, 8), torch.zeros(5, 9, 8), index, index),
+        "gated_delta_verify": (rows[0], *rows, key_head, torch.zeros(5, 4, 8, 8), index),
+        "gated_delta_commit_": (*rows, key_head, torch.zeros(5, 4, 8, 8), index, index),
         "hyper_mix": (torch.zeros(3, 4, 8), scale, torch.zeros(6, 32), torch.zeros(32, 2), 1e-6, 2),
         "hyper_inject_": (torch.zeros(3, 4, 8), torch.zeros(3, 4), torch.zeros(3, 8)),
         "index_keys": (torch.zeros(3, 4, 8), scale[0], 1e-6, index, 4, 1e7),

@@ -41,10 +41,12 @@ def test_decode_rows_take_their_slots_last_token(builder: BatchBuilder) -> None:
     batch = mixed(builder)
     assert batch.token_ids.tolist() == [72, 70, 10, 11, 12]
     assert batch.positions.tolist() == [9, 4, 2, 3, 4]
-    assert batch.num_decode == 2
-    assert batch.decode_slots.tolist() == [2, 0]
-    assert batch.decode_starts == (9, 4)
-    assert (batch.num_tokens, batch.max_end) == (5, 10)
+    (group,) = batch.groups
+    assert (group.begin, group.end, group.width, group.is_draft) == (0, 2, 1, False)
+    assert group.slots.tolist() == [2, 0]
+    assert group.starts == (9, 4)
+    assert group.positions.tolist() == [[9], [4]]
+    assert batch.num_tokens == 5
 
 
 def test_cache_slots_follow_the_page_tables(builder: BatchBuilder) -> None:
@@ -54,7 +56,7 @@ def test_cache_slots_follow_the_page_tables(builder: BatchBuilder) -> None:
 
 def test_tables_cover_the_longest_row_and_no_more(builder: BatchBuilder) -> None:
     batch = mixed(builder)
-    assert batch.decode_tables.tolist() == [[5, 1, 6], [7, 3, 0]]
+    assert batch.groups[0].tables.tolist() == [[5, 1, 6], [7, 3, 0]]
     (row,) = batch.prefill
     assert (row.slot, row.start, row.begin, row.end, row.num_pages) == (1, 2, 2, 5, 2)
     assert batch.table_of(row).tolist() == [[2, 4]]
@@ -87,13 +89,13 @@ def test_a_chunk_that_ends_inside_the_prompt_samples_nothing(builder: BatchBuild
     batch = builder.build(step((Row(1, 0, 3, PREFILL),), (1, 2, 3)))
     assert batch.sample_rows.shape == (0,)
     assert batch.sample_slots_host == ()
-    assert batch.decode_slots.shape == (0,)
+    assert batch.groups == ()
     assert not batch.all_sampled
 
 
 def test_one_token_of_prefill_is_not_a_decode_row(builder: BatchBuilder) -> None:
     batch = builder.build(step((Row(1, 0, 1, PREFILL | SAMPLE),), (33,)))
-    assert batch.num_decode == 0
+    assert batch.groups == ()
     assert batch.token_ids.tolist() == [33], "from the plan, not the slot's last token"
     assert batch.all_sampled
 

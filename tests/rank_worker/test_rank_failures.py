@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
@@ -171,8 +171,8 @@ def test_a_recurrent_state_with_nan_ends_its_request_only(gang_of: MakeGang) -> 
         scheduler = gang.ranks[0].scheduler
         update = scheduler.update
 
-        def spoil_after(ids: Sequence[int], now_s: float) -> list[TokenBatch]:
-            batches: list[TokenBatch] = update(ids, now_s)
+        def spoil_after(ids: Any, now_s: float, seconds: float) -> list[TokenBatch]:
+            batches: list[TokenBatch] = update(ids, now_s, seconds)
             running = {s.request.request_id: s for s in scheduler.running}
             if "b" in running and running["b"].num_generated == 4:
                 gang.model(1).layers[0].mixer.state.recurrent[running["b"].slot].fill_(torch.nan)

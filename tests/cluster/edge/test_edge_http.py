@@ -54,7 +54,11 @@ def test_a_chat_answer_has_the_openai_shape(
     assert usage["total_tokens"] == usage["prompt_tokens"] + usage["completion_tokens"]
     assert usage["prompt_tokens_details"] == {"cached_tokens": 3}
     reasoning_ids = tokenizer.encode("<think>\nLet me see\n</think>")
-    assert usage["completion_tokens_details"] == {"reasoning_tokens": len(reasoning_ids)}
+    assert usage["completion_tokens_details"] == {
+        "reasoning_tokens": len(reasoning_ids),
+        "accepted_prediction_tokens": 0,
+        "rejected_prediction_tokens": 0,
+    }
     assert client.post(CHAT_URL, json=CHAT).json()["id"] != body["id"]
 
 

@@ -121,7 +121,7 @@ def test_a_request_fills_the_latency_histograms(
     metrics.observe_started(request())
     metrics.observe_batch(TokenBatch("r", (5,), prompt_tokens=4, cached_tokens=3))
     clock.now_s = 100.5
-    metrics.observe_batch(TokenBatch("r", (6, 7), draft_tokens=3, accepted_tokens=1))
+    metrics.observe_batch(TokenBatch("r", (6, 7)))
     clock.now_s = 101.0
     metrics.observe_batch(TokenBatch("r", (8,), FinishReason.LENGTH))
     assert read("nrank_time_to_first_token_seconds_sum") == 2.0
@@ -133,8 +133,6 @@ def test_a_request_fills_the_latency_histograms(
     assert read("nrank_generation_tokens_total") == 4
     assert read("nrank_prefix_cache_hits_total") == 3
     assert read("nrank_prefix_cache_queries_total") == 4
-    assert read("nrank_spec_decode_draft_tokens_total") == 3
-    assert read("nrank_spec_decode_accepted_tokens_total") == 1
     assert read("nrank_request_success_total", finish_reason="length") == 1
 
 
