@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -29,7 +29,11 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     add_model_flag(parser)
     parser.add_argument("--model-config", metavar="FILE", help="config.json of a model elsewhere")
     parser.add_argument("--headers", metavar="FILE", help="its tensor headers as one JSON object")
-    parser.add_argument("--format", metavar="F", help="of routed experts: w4g128, w2:33-44, ...")
+    parser.add_argument(
+        "--format", metavar="F",
+        help="of routed experts: w4g128, w2:33-44, ...; all else is as the headers say, and plain "
+        "with --model-config alone",
+    )  # fmt: skip
     _add_chip_flags(parser)
     add_engine_flags(parser)
     _add_ownership_flags(parser)
@@ -93,17 +97,32 @@ def run(arguments: argparse.Namespace) -> int:
 
 def _question(arguments: argparse.Namespace) -> Question:
     from placement.capacity import Question
-    from placement.topology import find_profile
 
-    if arguments.chip is not None and arguments.device is None:
-        arguments.device = find_profile("", arguments.chip).device
+    arguments.device = _device(arguments)
     dtype_given = arguments.dtype is not None
     config = engine_config(arguments)
-    spec, headers = _load(arguments, config.model_dir)
+    load = _loader(arguments, config.model_dir)
+    spec, headers = load(arguments.format)
     if arguments.model_config is not None and config.device == "cuda" and not dtype_given:
         config = replace(config, dtype=spec.checkpoint_dtype)
     config = replace(config, usable_bytes=arguments.usable_bytes or 0)
-    return Question(config, spec, headers, _options(arguments, spec))
+    options = _options(arguments, spec)
+    return Question(config, spec, headers, options, lambda form: load(form)[0])
+
+
+def _device(arguments: argparse.Namespace) -> str | None:
+    """The device of the chip. ConfigError where the flag names another one."""
+    from placement.topology import find_profile
+
+    if arguments.chip is None:
+        return str(arguments.device) if arguments.device else None
+    device = find_profile("", arguments.chip).device
+    if arguments.device not in (None, device):
+        raise ConfigError(
+            f"--chip {arguments.chip} is a chip of --device {device}, but --device "
+            f"{arguments.device} was given: leave out one of them"
+        )
+    return device
 
 
 def _options(arguments: argparse.Namespace, spec: ModelSpec) -> PlanOptions:
@@ -141,25 +160,24 @@ def _counts(source: str, spec: ModelSpec) -> tuple[tuple[float, ...], ...]:
     return checked_counts(*fetch_counts(source), spec)
 
 
-def _load(
+def _loader(
     arguments: argparse.Namespace, model_dir: str
-) -> tuple[ModelSpec, CheckpointHeaders | None]:
+) -> Callable[[str | None], tuple[ModelSpec, CheckpointHeaders | None]]:
+    """What reads the model in the format of `--format F`; files of headers are read once."""
     from placement.formats import parse_format
     from placement.headers import read_header_dump
     from placement.models.quantised import with_format
     from placement.models.registry import load_model_spec, spec_from_config
 
-    if arguments.model_config is None:
-        if arguments.headers is not None:
-            raise ConfigError("--headers goes with --model-config; a model directory has its own")
-        spec, headers = load_model_spec(model_dir)
-        if arguments.format is not None:
-            spec = with_format(spec, parse_format(arguments.format))
-        return spec, headers
-    if arguments.model is not None:
-        raise ConfigError("--model and --model-config name two models; give one of them")
-    dump = read_header_dump(arguments.headers) if arguments.headers is not None else None
-    return spec_from_config(arguments.model_config, dump, arguments.format), dump
+    if arguments.model_config is not None:
+        if arguments.model is not None:
+            raise ConfigError("--model and --model-config name two models; give one of them")
+        dump = read_header_dump(arguments.headers) if arguments.headers is not None else None
+        return lambda form: (spec_from_config(arguments.model_config, dump, form), dump)
+    if arguments.headers is not None:
+        raise ConfigError("--headers goes with --model-config; a model directory has its own")
+    spec, headers = load_model_spec(model_dir)
+    return lambda form: (with_format(spec, parse_format(form)) if form else spec, headers)
 
 
 def _text(way: Sequence[Change]) -> str:

@@ -28,12 +28,23 @@ SMALLER_FORMATS = ("w8_sym", "w4g32", "w4g128")
 
 @dataclass(frozen=True)
 class Question:
-    """A gang that is asked about: everything `make_plan` takes, on the default topology."""
+    """A gang that is asked about: everything `make_plan` takes, on the default topology.
+
+    `load_format` gives the model with routed experts in a named format, for who reads the model
+    anew then; `spec` with other experts by default. A format may change more than the experts:
+    a config.json that says FP8 says nothing about a converted checkpoint.
+    """
 
     config: EngineConfig
     spec: ModelSpec
     headers: CheckpointHeaders | None = None
     options: PlanOptions = field(default_factory=PlanOptions)
+    load_format: Callable[[str], ModelSpec] | None = None
+
+    def in_format(self, name: str) -> Question:
+        if self.load_format is not None:
+            return replace(self, spec=self.load_format(name))
+        return replace(self, spec=with_format(self.spec, parse_format(name)))
 
     def plan(self) -> Plan:
         return make_plan(self.config, self.spec, self.headers, options=self.options)
@@ -225,12 +236,8 @@ def _smaller_formats(question: Question) -> Iterator[Change]:
     bits = min(t.format.bits if t.format else 16 for t in banks)
     for name in SMALLER_FORMATS:
         if FORMATS[name].bits < bits:
-            spec = with_format(question.spec, parse_format(name))
-            yield Change(
-                "format",
-                f"routed experts in {name} (--format {name}, needs a converted checkpoint)",
-                replace(question, spec=spec),
-            )
+            text = f"routed experts in {name} (--format {name}, needs a converted checkpoint)"
+            yield Change("format", text, question.in_format(name))
 
 
 def _more_ranks(question: Question) -> Iterator[Change]:

@@ -127,6 +127,9 @@ def _moved(request: OwnershipRequest, spec: ModelSpec, ranks: int) -> Ownership:
             after.append(resize(current, size, ranks) if size else ((),) * ranks)
     moves = _moves(before, after)
     reason = "the current ownership with as few moves as possible"
+    copies = sum(len(ids) for layer in before for ids in layer) - sum(sizes)
+    if copies:
+        reason += f", its {copies} copies of experts not kept (replica bytes make copies anew)"
     return Ownership(tuple(after), reason, tuple(moves), request.counts)
 
 

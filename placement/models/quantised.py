@@ -13,7 +13,7 @@ from typing import Any
 
 from placement import formats
 from placement.errors import CheckpointError, ConfigError
-from placement.formats import FormatRule, WeightFormat
+from placement.formats import ALL_LAYERS, FormatRule, WeightFormat
 from placement.headers import CheckpointHeaders
 from placement.models.layouts import FP8, Layout, LayoutFinder, ScaleTensor, whole_scale
 from placement.spec import (
@@ -267,7 +267,9 @@ def with_format(spec: ModelSpec, rule: FormatRule) -> ModelSpec:
     """The model with its routed experts in a user's format, whatever it is on disk.
 
     Draft experts follow the rule too; where no range holds their layer they stay as they are.
+    ConfigError for a layer without a format, and for a range beyond the last layer.
     """
+    _check_layers(spec, rule)
     tensors = tuple(_ruled(tensor, rule, False) for tensor in spec.tensors)
     drafts = tuple(_ruled(tensor, rule, True) for tensor in spec.draft_tensors)
     kept = {tensor.role for tensor in (*tensors, *drafts) if tensor.expert_layer < 0}
@@ -279,6 +281,17 @@ def with_format(spec: ModelSpec, rule: FormatRule) -> ModelSpec:
         draft_scale_tensors=tuple(_scales_of(spec.draft_scale_tensors, kept)),
         obstacles=(*spec.obstacles, f"routed experts are planned as {rule.name}"),
     )
+
+
+def _check_layers(spec: ModelSpec, rule: FormatRule) -> None:
+    count = len(spec.layers) + len(spec.draft_layers)
+    for first, last, _ in rule.ranges:
+        if (first, last) != ALL_LAYERS and last >= count:
+            drafts = f" and {len(spec.draft_layers)} of drafts" if spec.draft_layers else ""
+            raise ConfigError(
+                f"format {rule.name!r} names layer {last}, but {spec.name} has {len(spec.layers)} "
+                f"layers{drafts}: end the range at {count - 1} at most"
+            )
 
 
 def _ruled(tensor: TensorSpec, rule: FormatRule, draft: bool) -> TensorSpec:
