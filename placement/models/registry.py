@@ -17,6 +17,7 @@ from placement.spec import ModelSpec
 Adapter = Callable[
     [str, Mapping[str, Any], Mapping[str, Any] | None, CheckpointHeaders | None], ModelSpec
 ]
+CONFIG_PREFIX = "config.json: "  # how errors of ConfigReader begin
 RUN = (qwen4_exp,)  # families that ranks execute
 PLANNED = (qwen3_5_moe, glm5_next)  # families with an obstacle of their own: plan and inspect only
 RUN_TYPES = tuple(sorted(name for family in RUN for name in family.MODEL_TYPES))
@@ -67,7 +68,10 @@ def spec_from_config(
         config = without_quantisation(config)
     name = os.path.basename(os.path.dirname(os.path.abspath(config_path))) or "model"
     adapter = _adapter(config_path, config)
-    spec = adapter(name, config, None, headers)
+    try:
+        spec = adapter(name, config, None, headers)
+    except CheckpointError as error:
+        raise _naming(config_path, error) from error
     return with_format(spec, rule) if rule is not None else spec
 
 
@@ -80,6 +84,14 @@ def require_runnable(spec: ModelSpec) -> None:
         f"{spec.name} ({spec.family}) can't be run: {spec.obstacles[0]}{more}; "
         "nrank plan and nrank inspect work on it"
     )
+
+
+def _naming(config_path: str, error: CheckpointError) -> CheckpointError:
+    """The error with the file that was given; adapters know it as "config.json" only."""
+    text = str(error)
+    if text.startswith(CONFIG_PREFIX):
+        text = f"{config_path}: {text.removeprefix(CONFIG_PREFIX)}"
+    return CheckpointError(text)
 
 
 def _adapter(config_path: str, config: Mapping[str, Any]) -> Adapter:

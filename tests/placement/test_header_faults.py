@@ -162,3 +162,23 @@ def test_a_printed_plan_that_was_damaged(
     path.write_text(json.dumps(plan))
     message = refused(lambda: read_ownership(str(path)), "plan.json: ", words)
     assert "Error" not in message
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"hidden_size": None}, "other.json: required key hidden_size is missing"),
+        ({"hidden_size": 0}, "other.json: hidden_size = 0, supported: a whole number"),
+    ],
+)
+def test_a_bad_key_names_the_config_that_was_given(
+    tmp_path: Path, embedded_dir: Path, change: dict[str, object], words: str
+) -> None:
+    config = json.loads((embedded_dir / "config.json").read_text())
+    text = config.get("text_config", config)
+    assert text.keys() >= change.keys()
+    text.update(change)
+    path = tmp_path / "other.json"
+    path.write_text(json.dumps(config))
+    message = refused(lambda: spec_from_config(str(path)), words)
+    assert message.startswith(str(path))
