@@ -101,6 +101,7 @@ def test_it_serves_drains_on_sigterm_and_leaves_no_process(front, own_token, ope
     assert session_processes(own_token, ours) == []
 
 
+@pytest.mark.slow
 def test_a_hangup_drains_like_sigterm(front, own_token, open_stream):
     one = front("--port", "0")
     base_url = one.read_to("ready: ").partition("ready: ")[2].removesuffix("/v1")
@@ -111,7 +112,9 @@ def test_a_hangup_drains_like_sigterm(front, own_token, open_stream):
     assert "nrank: drained" in one.lines
 
 
-@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize(
+    "second", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
+)
 def test_a_second_signal_ends_the_drain_at_once(front, own_token, open_stream, second):
     one = front("--port", "0")
     base_url = one.read_to("ready: ").partition("ready: ")[2].removesuffix("/v1")
