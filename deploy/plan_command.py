@@ -6,6 +6,7 @@ import argparse
 import json
 from collections.abc import Callable, Sequence
 from dataclasses import replace
+from functools import cache
 from typing import TYPE_CHECKING, Any
 
 from deploy.flags import add_command, add_engine_flags, add_model_flag, bounded, engine_config
@@ -163,7 +164,7 @@ def _counts(source: str, spec: ModelSpec) -> tuple[tuple[float, ...], ...]:
 def _loader(
     arguments: argparse.Namespace, model_dir: str
 ) -> Callable[[str | None], tuple[ModelSpec, CheckpointHeaders | None]]:
-    """What reads the model in the format of `--format F`; files of headers are read once."""
+    """What reads the model in the format of `--format F`, each format once."""
     from placement.formats import parse_format
     from placement.headers import read_header_dump
     from placement.models.quantised import with_format
@@ -173,11 +174,11 @@ def _loader(
         if arguments.model is not None:
             raise ConfigError("--model and --model-config name two models; give one of them")
         dump = read_header_dump(arguments.headers) if arguments.headers is not None else None
-        return lambda form: (spec_from_config(arguments.model_config, dump, form), dump)
+        return cache(lambda form: (spec_from_config(arguments.model_config, dump, form), dump))
     if arguments.headers is not None:
         raise ConfigError("--headers goes with --model-config; a model directory has its own")
     spec, headers = load_model_spec(model_dir)
-    return lambda form: (with_format(spec, parse_format(form)) if form else spec, headers)
+    return cache(lambda form: (with_format(spec, parse_format(form)) if form else spec, headers))
 
 
 def _text(way: Sequence[Change]) -> str:

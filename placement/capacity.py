@@ -5,7 +5,7 @@ Also the cheapest changes that make a plan fit, found by trying them. Owns no le
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import islice
 
@@ -143,16 +143,16 @@ def remedies(question: Question) -> list[tuple[Change, ...]]:
     fewer sequences (others wait), a smaller context (long requests are refused), a smaller format
     of the routed experts (quality, and a conversion), more ranks (chips). All were tried.
     """
-    singles = islice(_changes(question), NUM_REMEDIES)
+    singles = list(islice(_changes(question), NUM_REMEDIES))
     found: list[tuple[Change, ...]] = [(change,) for change in singles]
     if len(found) < NUM_REMEDIES:
-        found += islice(_pairs(question), NUM_REMEDIES - len(found))
+        alone = {change.kind for change in singles}
+        found += islice(_pairs(question, alone), NUM_REMEDIES - len(found))
     return found
 
 
-def _pairs(question: Question) -> Iterator[tuple[Change, ...]]:
-    """Two changes that fit together, where neither does alone."""
-    alone = {change.kind for change in _changes(question)}
+def _pairs(question: Question, alone: Collection[str]) -> Iterator[tuple[Change, ...]]:
+    """Two changes that fit together, where neither does alone; `alone` are the kinds that do."""
     firsts = [change for change in _first_steps(question) if change.kind not in alone]
     for first in firsts:
         for second in _changes(first.after):

@@ -269,9 +269,9 @@ def with_format(spec: ModelSpec, rule: FormatRule) -> ModelSpec:
     Draft experts follow the rule too; where no range holds their layer they stay as they are.
     ConfigError for a layer without a format, and for a range beyond the last layer.
     """
-    _check_layers(spec, rule)
     tensors = tuple(_ruled(tensor, rule, False) for tensor in spec.tensors)
     drafts = tuple(_ruled(tensor, rule, True) for tensor in spec.draft_tensors)
+    _check_layers(spec, rule)
     kept = {tensor.role for tensor in (*tensors, *drafts) if tensor.expert_layer < 0}
     return replace(
         spec,
