@@ -112,7 +112,8 @@ class GatedDeltaMixer:
         mixed = self.ops.causal_conv_verify(
             channels, self.conv_weight, self.state.conv, group.slots
         )
-        q, k, v = (x.unflatten(0, (-1, group.width)) for x in self._heads(mixed.flatten(0, 1)))
+        heads = self._heads(mixed.view(-1, mixed.shape[2]))
+        q, k, v = (x.view(*mixed.shape[:2], *x.shape[1:]) for x in heads)
         self._uncommitted = _Uncommitted(group, channels, k, v, g, beta)
         out: Tensor = self.ops.gated_delta_verify(
             q, k, v, g, beta, self.key_head, self.state.recurrent, group.slots

@@ -121,14 +121,15 @@ def causal_conv_verify(
 
 
 def window_commit_(x: Tensor, windows: Tensor, slots: Tensor, counts: Tensor) -> Tensor:
-    rows = x.flatten(0, 1)
-    stride = _row_stride(rows)
-    floats = x.dim() == 3 and x.dtype == windows.dtype == torch.float32
-    if not floats or not stride or not windows.is_contiguous():
+    rows, words = x.flatten(0, 1), x.element_size() // 4
+    stride = _row_stride(rows) * words
+    whole = x.dim() == 3 and x.dtype == windows.dtype and windows.is_contiguous()
+    if not whole or not words or not stride:
         return verify.window_commit_(x, windows, slots, counts)
-    library().nrank_window_commit(
+    _, window, channels = windows.shape
+    library().nrank_window_commit(  # copies words of 4 bytes, whatever they mean
         rows.data_ptr(), stride, windows.data_ptr(), slots.data_ptr(), counts.data_ptr(),
-        *x.shape[:2], *windows.shape[1:],
+        *x.shape[:2], window, channels * words,
     )  # fmt: skip
     return windows
 
@@ -221,7 +222,7 @@ def moe_experts(x: Tensor, weights: Tensor, local: Tensor, gate_up: Tensor, down
         return torch_variant.moe_experts(x, weights, local, gate_up, down)
     out = torch.empty(tokens, hidden)
     intermediate = down.shape[2]
-    scratch = torch.empty(intermediate)
+    scratch = torch.empty(2 * intermediate + hidden)
     library().nrank_moe(
         x.data_ptr(), weights.data_ptr(), local.data_ptr(), gate_up.data_ptr(),
         down.data_ptr(), out.data_ptr(), scratch.data_ptr(),
@@ -253,6 +254,14 @@ def apply_rope(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
         x.data_ptr(), cos.data_ptr(), sin.data_ptr(), out.data_ptr(), *x.shape, cos.shape[-1]
     )
     return out
+
+
+def index_keys(
+    raw: Tensor, scale: Tensor, eps: float, first_positions: Tensor, rotary_dim: int, theta: float
+) -> Tensor:
+    normed = rms_norm(raw.mean(dim=1), scale, eps)
+    tables = torch_variant.rope_tables(first_positions, rotary_dim, theta, raw.dtype)
+    return apply_rope(normed.unsqueeze(1), *tables).squeeze(1)
 
 
 def table_rows(table: Tensor, ids: Tensor, start: int) -> Tensor:
@@ -342,6 +351,7 @@ OPERATORS = (
     moe_experts,
     rms_norm,
     apply_rope,
+    index_keys,
     table_rows,
     ngram_ids,
     gated_swiglu,

@@ -32,6 +32,21 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
     return torch.addcmul(_constant(eps), norm, norm, value=1.0 / x.shape[-1]).rsqrt_()
 
 
+@functools.cache
+def _inverse_frequency(rotary_dim: int, theta: float) -> Tensor:
+    """As in the reference, and only once: [rotary_dim / 2] fp32."""
+    exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
+    return 1.0 / (theta ** (exponent / rotary_dim))
+
+
+def rope_tables(
+    positions: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype
+) -> tuple[Tensor, Tensor]:
+    angles = positions.float().unsqueeze(-1) * _inverse_frequency(rotary_dim, theta)
+    angles = torch.cat((angles, angles), dim=-1)
+    return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
     return torch.mul(x, _inverse_rms(x, eps)).mul_(scale)
 
@@ -172,6 +187,7 @@ def causal_conv_chunk(
 
 
 OPERATORS = (
+    rope_tables,
     rms_norm,
     gated_rms_norm,
     hyper_mix,

@@ -170,11 +170,12 @@ def causal_conv_verify(g: Geometry, batch: int) -> Iterable[Arguments]:
 
 def window_commit_(g: Geometry, batch: int) -> Iterable[Arguments]:
     for window, tokens in ((3, 2), (3, 5), (9, 3)):
-        yield {
-            "x": torch.randn(batch, tokens, g.hidden),
-            "windows": torch.randn(batch + 3, window, g.hidden), "slots": spread_slots(batch),
-            "counts": torch.randint(0, tokens + 1, (batch,)),
-        }  # fmt: skip
+        x, windows = torch.randn(batch, tokens, g.hidden), torch.randn(batch + 3, window, g.hidden)
+        counts, slots = torch.randint(0, tokens + 1, (batch,)), spread_slots(batch)
+        rest = {"slots": slots, "counts": counts}
+        yield {"x": x, "windows": windows, **rest}
+        ids = [(one[..., :1] * 2**40).long() for one in (x, windows)]  # as of token histories
+        yield {"x": ids[0], "windows": ids[1], **rest}
 
 
 def gated_delta_verify(g: Geometry, batch: int) -> Iterable[Arguments]:
@@ -280,6 +281,23 @@ def apply_rope(g: Geometry, batch: int) -> Iterable[Arguments]:
     }  # fmt: skip
 
 
+def rope_tables(g: Geometry, batch: int) -> Iterable[Arguments]:
+    for shape in ((batch,), (2, batch)):
+        positions = torch.randint(0, 300_000, shape)
+        rest = {"rotary_dim": g.head_dim // 4 * 2, "theta": 1e7, "dtype": torch.float32}
+        yield {"positions": positions, **rest}
+
+
+def index_keys(g: Geometry, batch: int) -> Iterable[Arguments]:
+    for members in (4, 1):
+        yield {
+            "raw": torch.randn(batch, members, g.head_dim) * 3,
+            "scale": torch.rand(g.head_dim) + 0.5, "eps": EPS,
+            "first_positions": torch.randint(0, 300_000, (batch,)),
+            "rotary_dim": g.head_dim // 4 * 2, "theta": 1e7,
+        }  # fmt: skip
+
+
 def gated_swiglu(g: Geometry, batch: int) -> Iterable[Arguments]:
     for inner in (g.inner, g.inner // 3, 0):
         gate_up = torch.randn(batch, 2 * inner) * 3
@@ -330,7 +348,8 @@ CASES: dict[str, Cases] = {
         rms_norm, gated_rms_norm, grouped_rms_norm, hyper_mix, hyper_inject_, delta_gates,
         causal_conv_step, causal_conv_chunk, gated_delta_step, gated_delta_chunk,
         causal_conv_verify, window_commit_, gated_delta_verify, gated_delta_commit_, route,
-        moe_experts, paged_attention, write_kv_, nonfinite_rows, apply_rope, gated_swiglu,
+        moe_experts, paged_attention, write_kv_, nonfinite_rows, apply_rope, rope_tables,
+        index_keys, gated_swiglu,
         ngram_ids, table_rows,
     )
 }  # fmt: skip
@@ -357,7 +376,7 @@ def packed(weight: Tensor) -> Tensor:
 
 def rows_of_wider(x: Tensor) -> Tensor:
     """Rows that lie apart, like a slice of a projection's output."""
-    wide = torch.full((x.shape[0], x[0].numel() + 12), float("nan"))
+    wide = torch.full((x.shape[0], x[0].numel() + 12), float("nan")).to(x.dtype)
     part = wide[:, 5 : 5 + x[0].numel()].view(x.shape)
     return part.copy_(x)
 
