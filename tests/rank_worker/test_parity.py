@@ -102,7 +102,7 @@ def test_whole_grid(
 @pytest.mark.parametrize(
     "ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 6))]
 )
-@pytest.mark.parametrize("chunk", [64, 0])
+@pytest.mark.parametrize("chunk", [64, pytest.param(0, marks=pytest.mark.slow)])
 def test_logits_within_a_hundred_thousandth(
     engine_of: Callable[..., Engine], golden: Callable[[str], Any], model: str, ranks: int,
     chunk: int,
