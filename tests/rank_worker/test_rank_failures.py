@@ -30,7 +30,8 @@ class ThreadGang:
         self._loaded = threading.Barrier(config.ranks + 1)
         port = self.ranks[0].listen() if config.ranks > 1 else 0
         self._threads = [
-            threading.Thread(target=self._live, args=(rank, port)) for rank in self.ranks
+            threading.Thread(target=self._live, args=(rank, port), daemon=True)
+            for rank in self.ranks
         ]
         for thread in self._threads:
             thread.start()
