@@ -6,13 +6,14 @@ layers or tensors.
 
 from __future__ import annotations
 
-import json
 import logging
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from placement.errors import CheckpointError
+from placement.headers import read_json
 
 _LOG = logging.getLogger("nrank.edge")
 
@@ -53,7 +54,7 @@ def load_model_card(
     if isinstance(text := config.get("text_config"), dict):
         config = {**config, **text}
     generation_path = directory / "generation_config.json"
-    generation = _read(generation_path) if generation_path.is_file() else {}
+    generation = _read(generation_path) if os.path.lexists(generation_path) else {}
     eos = generation.get("eos_token_id", config.get("eos_token_id"))
     return ModelCard(
         id=model_id,
@@ -106,9 +107,6 @@ def _integer(path: Path, config: dict[str, Any], key: str) -> int:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        value = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise CheckpointError(f"{path} can't be read: {error}") from error
-    if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
-    return value
+        return read_json(str(path))
+    except CheckpointError as error:
+        raise CheckpointError(f"{error}; copy the file again") from error

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import codecs
 import json
+import os
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -18,6 +19,7 @@ from tokenizers import Tokenizer as FastTokenizer
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from placement.errors import CheckpointError, ClientError
+from placement.headers import require_regular
 
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
@@ -105,7 +107,7 @@ class Tokenizer:
         """
         directory = Path(model_dir)
         fast = _read_fast(directory / "tokenizer.json")
-        config = _read_json(directory / "tokenizer_config.json")
+        config = _read_json(directory / "tokenizer_config.json") or {}
         template = _read_template(directory, config)
         return cls(fast, _vocabulary(fast), template, _special_names(config))
 
@@ -171,9 +173,10 @@ class Tokenizer:
 
 
 def _read_fast(path: Path) -> FastTokenizer:
-    if not path.is_file():
+    content = _read_json(path)
+    if content is None:
         raise CheckpointError(f"{path} is missing; nrank reads tokenizers in that format only")
-    _require_byte_level(path, _read_json(path).get("decoder"))
+    _require_byte_level(path, content.get("decoder"))
     try:
         return FastTokenizer.from_file(str(path))
     except Exception as error:  # the library has no narrower type
@@ -210,31 +213,39 @@ def _piece_bytes(piece: str, byte_of: Mapping[str, int]) -> bytes:
     return piece.encode("utf-8")
 
 
-def _read_json(path: Path) -> dict[str, Any]:
-    if not path.is_file():
-        return {}
+def _read_json(path: Path) -> dict[str, Any] | None:
+    text = _read_text(path)
+    if text is None:
+        return None
     try:
-        value = json.loads(_read_text(path))
-    except ValueError as error:
-        raise CheckpointError(f"{path} is not valid JSON: {error}") from error
+        value = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise CheckpointError(f"{path} is not valid JSON: {error}; copy the file again") from error
     if not isinstance(value, dict):
-        raise CheckpointError(f"{path} must hold a JSON object, not {type(value).__name__}")
+        kind = type(value).__name__
+        raise CheckpointError(f"{path} must hold a JSON object, not {kind}; copy the file again")
     return value
 
 
-def _read_text(path: Path) -> str:
+def _read_text(path: Path) -> str | None:
+    """The file's text, None when nothing of that name is there."""
+    if not os.path.lexists(path):
+        return None
     try:
+        require_regular(str(path))
         return path.read_text(encoding="utf-8")
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        reason = error.strerror
+        raise CheckpointError(f"{path} can't be read: {reason}; copy the file again") from error
+    except UnicodeDecodeError as error:
         raise CheckpointError(f"{path} can't be read: {error}; copy the file again") from error
 
 
 def _read_template(directory: Path, config: Mapping[str, Any]) -> str:
     """The chat template, compiled once; "" without one."""
     path = directory / "chat_template.jinja"
-    if path.is_file():
-        template: Any = _read_text(path)
-    else:
+    template: Any = _read_text(path)
+    if template is None:
         path = directory / "tokenizer_config.json"
         template = config.get("chat_template") or ""
     if isinstance(template, list):  # several named templates

@@ -21,6 +21,7 @@ from pydantic_core import ErrorDetails
 from deploy.defaults import EMBEDDED_MODEL, EMBEDDED_RANKS, default_dtype
 from placement.config import EngineConfig
 from placement.errors import ConfigError
+from placement.headers import require_regular
 
 
 class ServeConfig(BaseModel):
@@ -107,12 +108,16 @@ def load_config(
 
 def _read(path: str) -> dict[str, Any]:
     try:
+        require_regular(path)
         found = yaml.safe_load(Path(path).read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
+    except OSError as error:
+        reason = error.strerror
+        raise ConfigError(f"can't read config file {path}: {reason}; check --config") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"can't read config file {path}: {error}; check --config") from error
-    except yaml.YAMLError as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         reason = " ".join(str(error).split())
-        raise ConfigError(f"{path} is not valid YAML: {reason}") from error
+        raise ConfigError(f"{path} is not valid YAML: {reason}; correct it") from error
     if found is None:
         return {}
     if not isinstance(found, dict):

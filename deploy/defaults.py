@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 
-from placement.errors import ConfigError
+from placement.errors import CheckpointError, ConfigError
+from placement.headers import read_json
 
 EMBEDDED_MODEL = Path(__file__).parent / "models" / "tiny-flash-next"
 EMBEDDED_RANKS = 2  # `serve` without a model shows a gang, not a single process
@@ -31,11 +31,10 @@ def checkpoint_dtype(model_dir: str) -> str:
     """The type that config.json names; ConfigError when it names none that a run can have."""
     path = Path(model_dir) / "config.json"
     try:
-        config = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ConfigError(f"can't read {path}: {error}; set dtype") from error
-    text = config.get("text_config", {}) if isinstance(config, dict) else {}
-    for source in (config, text):
+        config = read_json(str(path))
+    except CheckpointError as error:
+        raise ConfigError(f"{error}; correct the file or set dtype") from error
+    for source in (config, config.get("text_config")):
         found = source.get("dtype", source.get("torch_dtype")) if isinstance(source, dict) else None
         if found in DTYPES:
             return str(found)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import secrets
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -13,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from placement.config import EngineConfig
 from placement.errors import ClientError, ConfigError
+from placement.headers import require_regular
 from rank_worker.messages import EngineRequest, SamplingParams
 
 if TYPE_CHECKING:
@@ -53,7 +55,7 @@ class ModelLimits:
     @property
     def has_tokenizer(self) -> bool:
         """Whether ids can be turned into text here; a broken tokenizer is still an error."""
-        if not (Path(self.model_dir) / "tokenizer.json").is_file():
+        if not os.path.lexists(os.path.join(self.model_dir, "tokenizer.json")):
             return False
         try:
             return bool(self.tokenizer)
@@ -105,11 +107,14 @@ def jobs_from_lines(arguments: argparse.Namespace, limits: ModelLimits) -> list[
     """One JSON object a line; flags give what a line leaves out. Names the line of an error."""
     path = arguments.requests
     try:
-        lines = Path(path).read_text(encoding="utf-8").splitlines()
-    except (OSError, UnicodeDecodeError) as error:
+        require_regular(path)
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"can't read {path}: {error.strerror}; check --requests") from error
+    except UnicodeDecodeError as error:
         raise ConfigError(f"can't read {path}: {error}; check --requests") from error
     jobs = []
-    for number, line in enumerate(lines, 1):
+    for number, line in enumerate(text.split("\n"), 1):  # JSON strings may hold U+2028
         if line.strip():
             where = f"{path} line {number}"
             job = _job(_object(line, where), arguments, limits)
@@ -160,7 +165,7 @@ def _parse_ids(text: str) -> tuple[int, ...]:
 def _object(line: str, where: str) -> dict[str, Any]:
     try:
         found = json.loads(line)
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{where} is not valid JSON: {error}") from error
     if not isinstance(found, dict):
         raise ConfigError(f"{where} must be a JSON object, found a {type(found).__name__}")

@@ -300,7 +300,7 @@ def test_greedy_generation_config_means_temperature_zero(
 
 
 def test_a_config_without_limits_is_named(tmp_path: Path) -> None:
-    with pytest.raises(CheckpointError, match=r"config\.json can't be read"):
+    with pytest.raises(CheckpointError, match=r"config\.json: can't be read"):
         load_model_card(tmp_path, "m", 0)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(CheckpointError, match="max_position_embeddings"):
