@@ -18,7 +18,7 @@ import yaml
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from pydantic_core import ErrorDetails
 
-from deploy.defaults import EMBEDDED_MODEL, EMBEDDED_RANKS, default_dtype
+from deploy.defaults import EMBEDDED_MODEL, EMBEDDED_RANKS, default_drafts, default_dtype
 from placement.config import EngineConfig
 from placement.errors import ConfigError
 from placement.headers import require_regular
@@ -44,9 +44,13 @@ class ServeConfig(BaseModel):
     chip_profile: str = ""  # empty: the device's
     usable_bytes: int = Field(0, ge=0)  # of each chip; 0: as the profile says
     ownership_file: str = ""  # experts by rank, as `nrank plan --json` writes; empty: contiguous
-    mtp: int = Field(0, ge=0, le=4)  # draft tokens a step, 0: off
+    mtp: int | None = Field(None, ge=0, le=4)  # draft tokens a step, 0: off; null: the model's
     mtp_auto: bool = True  # a request that drafts slow down stops drafting
-    prefix_cache: bool = False
+    prefix_cache: bool = True
+    prefix_bytes: int = Field(-1, ge=-1)  # of each rank for kept states; -1: two a sequence
+    prefix_host_bytes: int = Field(-1, ge=-1)  # in host memory; -1: four times as many
+    prefix_interval_tokens: int = Field(512, ge=1)  # a state is kept at least this often
+    decode_share: float = Field(0.5, ge=0, lt=1)  # of their rate that answers keep beside prefill
     check_interval_steps: int = Field(64, ge=1)
     check_contracts: bool = False
     comm: Literal["auto", "shm", "gloo"] = "auto"
@@ -73,6 +77,7 @@ class ServeConfig(BaseModel):
         if not self.model and "ranks" not in self.model_fields_set:
             changes["ranks"] = EMBEDDED_RANKS
         changes["dtype"] = self.dtype or default_dtype(self.device, model)
+        changes["mtp"] = default_drafts(model) if self.mtp is None else self.mtp
         changes["model_name"] = self.model_name or Path(model).resolve().name
         return self.model_copy(update=changes)
 

@@ -3,16 +3,37 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from placement.errors import CheckpointError, ConfigError
 from placement.headers import read_json
+
+if TYPE_CHECKING:
+    from placement.spec import ModelSpec
 
 EMBEDDED_MODEL = Path(__file__).parent / "models" / "tiny-flash-next"
 EMBEDDED_RANKS = 2  # `serve` without a model shows a gang, not a single process
 DEVICES = ("cpu", "cuda", "npu")
 BUILT_IN_DEVICES = ("cpu",)  # those that a rank can open; plans are made for all
+DEFAULT_DRAFTS = 2
 DTYPES = ("float32", "bfloat16", "float16")
 COMMS = ("auto", "shm", "gloo")
+
+
+def default_drafts(model_dir: str) -> int:
+    """Draft tokens a step for a model; 0 where it can't be read: whoever runs it says why."""
+    from placement.models.registry import load_model_spec
+
+    try:
+        spec, _ = load_model_spec(model_dir)
+    except (CheckpointError, ConfigError):
+        return 0
+    return drafts_of(spec)
+
+
+def drafts_of(spec: ModelSpec) -> int:
+    """As many as pay, where there is a draft head that can be run."""
+    return DEFAULT_DRAFTS if spec.draft_tensors and len(spec.draft_layers) == 1 else 0
 
 
 def default_dtype(device: str, model_dir: str) -> str:

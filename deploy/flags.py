@@ -12,6 +12,7 @@ from deploy.defaults import (
     DEVICES,
     DTYPES,
     EMBEDDED_MODEL,
+    default_drafts,
     default_dtype,
 )
 from placement.config import EngineConfig
@@ -23,6 +24,8 @@ ENGINE_FIELDS = {
     "device": "device",
     "dtype": "dtype",
     "mtp": "mtp",
+    "prefix_bytes": "prefix_bytes",
+    "prefix_host_bytes": "prefix_host_bytes",
     "comm": "comm",
     "context": "context_tokens",
     "sequences": "max_sequences",
@@ -63,7 +66,20 @@ def add_engine_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--sequences", type=positive, metavar="S", help="sequences at a time")
     parser.add_argument("--step-tokens", type=positive, metavar="N", help="token budget of a step")
     parser.add_argument("--page-tokens", type=positive, metavar="N", help="tokens of a page")
-    parser.add_argument("--mtp", type=count, metavar="K", help="drafts a step (0: off)")
+    parser.add_argument(
+        "--mtp", type=count, metavar="K", help="drafts a step (0: off; default 2 with a draft head)"
+    )
+    parser.add_argument(
+        "--prefix-cache", choices=("on", "off"), help="reuse of prompt prefixes (default on)"
+    )
+    parser.add_argument(
+        "--prefix-bytes", type=count, metavar="B",
+        help="of each rank for states of prefixes (default: two a sequence)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--prefix-host-bytes", type=count, metavar="B",
+        help="the same in host memory (default: four times as many states)",
+    )  # fmt: skip
 
 
 def add_run_flags(parser: argparse.ArgumentParser) -> None:
@@ -72,7 +88,6 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--ownership", metavar="FILE", help="experts by rank, as nrank plan --json writes"
     )
-    parser.add_argument("--prefix-cache", choices=("on", "off"), help="reuse of prompt prefixes")
     parser.add_argument(
         "--mtp-auto", choices=("on", "off"), help="stop drafts that slow a request down (on)"
     )
@@ -115,6 +130,9 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     """The flags as EngineConfig, with the defaults of device and model."""
     model_dir = model_path(arguments.model)
     values = given(arguments)
+    values.setdefault("prefix_cache", True)
+    if "mtp" not in values:
+        values["mtp"] = default_drafts(model_dir)
     values.setdefault("dtype", default_dtype(values.get("device", "cpu"), model_dir))
     return EngineConfig(model_dir=model_dir, **values)
 
@@ -133,5 +151,3 @@ def refuse_missing_features(config: EngineConfig) -> None:
         raise ConfigError(
             f"--device {config.device} is not built in yet; use --device {BUILT_IN_DEVICES[0]}"
         )
-    if config.prefix_cache:
-        raise ConfigError("--prefix-cache on: reuse is not built in yet; use --prefix-cache off")

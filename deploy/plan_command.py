@@ -9,6 +9,7 @@ from dataclasses import replace
 from functools import cache
 from typing import TYPE_CHECKING, Any
 
+from deploy.defaults import drafts_of
 from deploy.flags import add_command, add_engine_flags, add_model_flag, bounded, engine_config
 from placement.errors import ConfigError
 from placement.headers import CheckpointHeaders
@@ -57,10 +58,6 @@ def _add_chip_flags(parser: argparse.ArgumentParser) -> None:
         "--ngram-table", choices=("device", "host", "mmap"), default="device",
         help="where the n-gram table lies (default device: its rows dealt over the ranks)",
     )  # fmt: skip
-    parser.add_argument(
-        "--prefix-states", type=bounded(0), default=0, metavar="N",
-        help="recurrent states that the prefix cache keeps on each chip (default 0)",
-    )  # fmt: skip
 
 
 def _add_ownership_flags(parser: argparse.ArgumentParser) -> None:
@@ -106,6 +103,8 @@ def _question(arguments: argparse.Namespace) -> Question:
     spec, headers = load(arguments.format)
     if arguments.model_config is not None and config.device == "cuda" and not dtype_given:
         config = replace(config, dtype=spec.checkpoint_dtype)
+    if arguments.mtp is None:
+        config = replace(config, mtp=drafts_of(spec))
     config = replace(config, usable_bytes=arguments.usable_bytes or 0)
     options = _options(arguments, spec)
     return Question(config, spec, headers, options, lambda form: load(form)[0])
@@ -131,7 +130,7 @@ def _options(arguments: argparse.Namespace, spec: ModelSpec) -> PlanOptions:
     from placement.plan import PlanOptions
 
     return PlanOptions(
-        ledger=LedgerOptions(TablePlace(arguments.ngram_table), arguments.prefix_states),
+        ledger=LedgerOptions(TablePlace(arguments.ngram_table)),
         ownership=_request(arguments, spec),
         ecc=arguments.ecc == "on",
     )

@@ -25,7 +25,11 @@ class EngineConfig:
     ownership_file: str = ""  # experts by rank, as `nrank plan --json` writes; "": contiguous
     mtp: int = 0  # draft tokens a step, 0: off
     mtp_auto: bool = True  # a sequence that drafting makes slower stops drafting
-    prefix_cache: bool = False
+    prefix_cache: bool = False  # reuse of prompt prefixes
+    prefix_bytes: int = -1  # of each rank for states of prefixes; -1: two a sequence
+    prefix_host_bytes: int = -1  # the same in host memory; -1: four times the device's states
+    prefix_interval_tokens: int = 512  # a state is kept at least this often
+    decode_share: float = 0.5  # of their own rate that running answers keep beside prefill
     check_interval_steps: int = 64  # decisions of all ranks are compared this often
     check_contracts: bool = False  # ops verify ids, slots and shapes before they run
     comm: str = "auto"  # auto | shm | gloo | nccl | hccl

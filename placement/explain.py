@@ -39,10 +39,22 @@ def explain(plan: Plan) -> str:
         f"{plan.context.certified_tokens} certified",
         f"pages: {plan.num_pages} of {plan.page_tokens} tokens; slots: {plan.num_slots}; "
         f"sequences at full length: {plan.full_sequences}",
+        _prefix(plan),
         *_estimate(plan),
         *(f"assumed: {text}" for text in plan.assumptions),
     ]
     return "\n".join(lines)
+
+
+def _prefix(plan: Plan) -> str:
+    kept = plan.prefix
+    if not kept.device:
+        return "prefix cache: off"
+    size = format_bytes(kept.state_bytes)
+    return (
+        f"prefix cache: {kept.device} states of at most {size} on each chip, {kept.host} more in "
+        f"host memory ({format_bytes(kept.host_bytes)} a rank)"
+    )
 
 
 def _verdict(plan: Plan) -> str:

@@ -40,7 +40,6 @@ class LedgerOptions:
     """What decides bytes besides EngineConfig."""
 
     ngram_table: TablePlace = TablePlace.DEVICE
-    prefix_states: int = 0  # recurrent states that the prefix cache keeps on the chip
 
 
 @dataclass(frozen=True)
@@ -132,10 +131,11 @@ def rank_ledger(
     weights: Mapping[str, int],
     profile: ChipProfile,
     options: LedgerOptions = LedgerOptions(),
+    prefix_states: int = 0,
 ) -> RankLedger:
     """The ledger of one rank before the numbers of pages and sequences are known.
 
-    `weights` are its `weight_rows`.
+    `weights` are its `weight_rows`; `prefix_states` are kept beside those of the sequences.
     """
     fixed, page, slot = dict(weights), dict[str, int](), dict[str, int]()
     units, item = rank_units(share), DTYPE_BYTES[config.dtype]
@@ -144,7 +144,7 @@ def rank_ledger(
         _add_pages(page, layer, units, config.page_tokens, item)
         for row in SLOT_ROWS:
             _add(slot, row, state.get(row, 0))
-            _add(fixed, row, state.get(row, 0) * options.prefix_states)
+            _add(fixed, row, state.get(row, 0) * prefix_states)
         _add(slot, "index_pages", state.get("index_pages", 0))
     if config.mtp:
         _add_draft(page, slot, config, spec, units, item)
@@ -154,6 +154,13 @@ def rank_ledger(
     fixed["workspace"], slot["workspace"] = workspace_bytes(config, spec, share, options)
     fixed["reserve"] = profile.reserve_bytes
     return RankLedger(fixed, page, slot)
+
+
+def state_bytes(config: EngineConfig, spec: ModelSpec, share: RankShare) -> int:
+    """One recurrent state of the rank, with the windows that belong to it, as a cache keeps it."""
+    units, item = rank_units(share), DTYPE_BYTES[config.dtype]
+    layers = [_layer_slot(layer, spec, units, item) for layer in spec.layers]
+    return sum(layer[row] for layer in layers for row in SLOT_ROWS)
 
 
 def _add(rows: dict[str, int], row: str, nbytes: int) -> None:

@@ -27,7 +27,7 @@ from placement.ownership import (
 from placement.partition import make_shares
 from placement.physical import DTYPE_BYTES
 from placement.roofline import StepEstimate, estimate_decode_step, expert_bytes
-from placement.sizing import Shortfall, Sizing, make_sizing, shortfall
+from placement.sizing import PrefixStates, Shortfall, Sizing, make_sizing, shortfall
 from placement.spec import MAX_DRAFTS, ModelSpec
 from placement.topology import Topology, emulated_topology, find_profile
 
@@ -88,7 +88,7 @@ class Plan:
     pages_per_context: int = 1
     ngram_table: TablePlace = TablePlace.DEVICE
     host_table_bytes: int = 0  # of the one copy that all ranks of a node share; 0 on device
-    prefix_states: int = 0
+    prefix: PrefixStates = field(default_factory=PrefixStates)
     formats: tuple[str, ...] = ()
 
     @property
@@ -140,11 +140,11 @@ def make_plan(
         RankPlan(share, usable, one)
         for share, usable, one in zip(sizing.shares, sizing.usable_bytes, rows, strict=True)
     )
-    context = sizing.context_tokens(config)
+    context, prefix = sizing.context_tokens(config), sizing.prefix_states(config)
     item = DTYPE_BYTES[config.dtype]
     table = options.ledger.ngram_table
     return Plan(
-        plan_id=_plan_id(config, spec, ranks, num_pages, context, options),
+        plan_id=_plan_id(config, spec, ranks, num_pages, context, prefix, options),
         model=spec.name,
         device=config.device,
         dtype=config.dtype,
@@ -163,7 +163,7 @@ def make_plan(
         pages_per_context=sizing.pages_per_context(config),
         ngram_table=table,
         host_table_bytes=0 if table is TablePlace.DEVICE else table_bytes(spec, item),
-        prefix_states=options.ledger.prefix_states,
+        prefix=prefix,
         formats=spec.formats(),
     )
 
@@ -266,8 +266,12 @@ def _check(config: EngineConfig, spec: ModelSpec, options: PlanOptions) -> None:
             f"mtp = {config.mtp}, but the draft head of {spec.name} has "
             f"{len(spec.draft_layers)} layers, 1 is supported: use mtp 0"
         )
-    if options.ledger.prefix_states < 0:
-        raise ConfigError(f"prefix_states = {options.ledger.prefix_states}, needs at least 0")
+    if config.prefix_interval_tokens < 1:
+        raise ConfigError(
+            f"prefix_interval_tokens = {config.prefix_interval_tokens}, needs at least 1"
+        )
+    if not 0 <= config.decode_share < 1:
+        raise ConfigError(f"decode_share = {config.decode_share}, needs at least 0 and below 1")
     if options.ownership.replicas_bytes < 0:
         raise ConfigError(f"replicas_bytes = {options.ownership.replicas_bytes}, needs at least 0")
     if options.ecc and not config.usable_bytes:
@@ -328,6 +332,7 @@ def _plan_id(
     ranks: Sequence[RankPlan],
     num_pages: int,
     context: int,
+    prefix: PrefixStates,
     options: PlanOptions,
 ) -> str:
     """Hash of all that is decided; paths and host names have no part in it."""
@@ -335,13 +340,13 @@ def _plan_id(
         (t.role, t.shape, t.dtype.value, t.format.name if t.format else "")
         for t in (*spec.tensors, *spec.draft_tensors)
     ]
-    table = options.ledger
     decided = {
         "model": [spec.family, spec.name, repr(spec.layers), repr(spec.residual), tensors],
         "run": [config.device, config.dtype, config.mtp, config.max_sequences, context],
-        "step": [config.step_tokens, config.prefill_chunk_tokens, config.prefix_cache],
+        "step": [config.step_tokens, config.prefill_chunk_tokens],
         "pages": [num_pages, config.page_tokens],
-        "places": [table.ngram_table.value, table.prefix_states],
+        "places": [options.ledger.ngram_table.value],
+        "prefix": [prefix.device, prefix.host, prefix.device and config.prefix_interval_tokens],
         "ranks": [
             [rank.usable_bytes, rank.rows, rank.share.ranges, rank.share.experts] for rank in ranks
         ],

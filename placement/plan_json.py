@@ -25,7 +25,7 @@ def plan_json(plan: Plan) -> dict[str, Any]:
         "num_pages": plan.num_pages,
         "page_tokens": plan.page_tokens,
         "num_slots": plan.num_slots,
-        "prefix_states": plan.prefix_states,
+        "prefix_states": asdict(plan.prefix),
         "context": asdict(plan.context),
         "max_sequences": plan.max_sequences,
         "full_sequences": plan.full_sequences,

@@ -28,7 +28,7 @@ def _row_reasons(question: Question, plan: Plan, profile: ChipProfile) -> dict[s
     pages = f"{plan.num_pages} pages of {plan.page_tokens} tokens"
     slots = (
         f"{plan.max_sequences} sequences"
-        f"{f' and {plan.prefix_states} of the prefix cache' if plan.prefix_states else ''}"
+        f"{f' and {plan.prefix.device} of the prefix cache' if plan.prefix.device else ''}"
     )
     buffers = f"{profile.collective_buffers} x {format_bytes(profile.collective_buffer_bytes)}"
     return {

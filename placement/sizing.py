@@ -10,7 +10,14 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from placement.config import EngineConfig, RankShare
-from placement.ledger import LedgerOptions, RankLedger, loaded_tensors, rank_ledger, weight_rows
+from placement.ledger import (
+    LedgerOptions,
+    RankLedger,
+    loaded_tensors,
+    rank_ledger,
+    state_bytes,
+    weight_rows,
+)
 from placement.physical import DTYPE_BYTES
 from placement.spec import ModelSpec
 from placement.topology import ChipProfile
@@ -33,6 +40,23 @@ class Shortfall:
     bytes: int
 
 
+STATES_PER_SEQUENCE = 2  # that the prefix cache keeps on the device unless told otherwise
+HOST_STATES = 4  # on the host for each of them
+
+
+@dataclass(frozen=True)
+class PrefixStates:
+    """Recurrent states that the prefix cache keeps, and the bytes of one on the fullest rank."""
+
+    device: int = 0
+    host: int = 0
+    state_bytes: int = 0
+
+    @property
+    def host_bytes(self) -> int:
+        return self.host * self.state_bytes
+
+
 @dataclass(frozen=True)
 class Sizing:
     """A gang's shares and weights; `weights` and `usable_bytes` have one entry a rank."""
@@ -44,9 +68,23 @@ class Sizing:
     profile: ChipProfile
     options: LedgerOptions
 
+    def prefix_states(self, config: EngineConfig) -> PrefixStates:
+        """As many on every rank as the byte budgets hold on the rank whose states are largest."""
+        if not config.prefix_cache:
+            return PrefixStates()
+        size = max(state_bytes(config, self.spec, share) for share in self.shares)
+        states = STATES_PER_SEQUENCE * config.max_sequences
+        if config.prefix_bytes >= 0:
+            states = config.prefix_bytes // max(1, size)
+        host = HOST_STATES * states
+        if config.prefix_host_bytes >= 0:
+            host = config.prefix_host_bytes // max(1, size)
+        return PrefixStates(states, host, size)
+
     def ledgers(self, config: EngineConfig) -> list[RankLedger]:
+        states = self.prefix_states(config).device
         return [
-            rank_ledger(config, self.spec, share, weights, self.profile, self.options)
+            rank_ledger(config, self.spec, share, weights, self.profile, self.options, states)
             for share, weights in zip(self.shares, self.weights, strict=True)
         ]
 

@@ -11,6 +11,7 @@ from typing import Protocol
 from torch import Tensor
 
 from placement.errors import ConfigError
+from rank_worker.streams import HostStreams, Streams
 
 
 class Device(Protocol):
@@ -20,6 +21,9 @@ class Device(Protocol):
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """A weight [out, in] in the memory layout that this device multiplies fastest with."""
+
+    def open_streams(self) -> Streams:
+        """Queues for copies beside the one that the model runs on."""
 
     def release_freed(self) -> None:
         """Gives back memory that was freed and that the allocator keeps, after a load."""
@@ -33,6 +37,9 @@ class CpuDevice:
     def pack_linear(self, weight: Tensor) -> Tensor:
         """Column-major: 1.1-1.6 times faster than row-major at 1-16 rows (MKL, fp32 and AVX2)."""
         return weight.t().contiguous().t()
+
+    def open_streams(self) -> Streams:
+        return HostStreams()
 
     def release_freed(self) -> None:
         """glibc keeps freed blocks below 32 MiB: 50-70 MiB of a rank after a load of 1 GiB.

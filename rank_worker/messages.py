@@ -39,6 +39,7 @@ class EngineRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     arrival_s: float = 0.0  # time.time() at the ingress
+    priority: int = 0  # the least waits least and is preempted last; equal ones by arrival
 
 
 @dataclass(frozen=True)

@@ -135,6 +135,19 @@ class Model:
             if layer.ngram is not None:
                 layer.ngram.state.reset(slot)
 
+    def slot_tensors(self) -> list[Tensor]:
+        """What a sequence has beside its pages at a page boundary, each [slots, ...].
+
+        Without the rings of raw index keys: a page ends with a block, so none is open there.
+        """
+        tensors: list[Tensor] = []
+        for layer in self.layers:
+            if isinstance(layer.mixer, GatedDeltaMixer):
+                tensors += [layer.mixer.state.recurrent, layer.mixer.state.conv]
+            if layer.ngram is not None:
+                tensors += [layer.ngram.state.history, layer.ngram.state.conv]
+        return tensors
+
     def expert_counts(self) -> list[list[int]]:
         """Routes to each expert of each layer since the last reset; reads the device."""
         return [layer.channel.counts.tolist() for layer in self.layers]

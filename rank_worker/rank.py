@@ -95,7 +95,16 @@ class Rank:
         )  # fmt: skip
         vocab = tuple(s.ranges[Axis.VOCAB] for s in plan.shares)
         context = plan.context.configured_tokens
-        self.runner = Runner(parts, source, self.comm, vocab, context, self.config.mtp)
+        self.runner = Runner(
+            parts,
+            source,
+            self.comm,
+            vocab,
+            context,
+            self.config.mtp,
+            plan.prefix.device,
+            plan.prefix.host,
+        )
         if self.rank == 0:
             self.scheduler = Scheduler(self._limits(plan))
         self.comm.roll_call("loaded", self.config.load_timeout_s)
@@ -108,7 +117,8 @@ class Rank:
         return SchedulerLimits(
             c.step_tokens, c.prefill_chunk_tokens, c.page_tokens, plan.num_pages,
             c.max_sequences, plan.context.configured_tokens, c.check_interval_steps, self.epoch,
-            c.mtp, c.mtp_auto,
+            c.mtp, c.mtp_auto, plan.prefix.device, plan.prefix.host, c.prefix_interval_tokens,
+            c.decode_share,
         )  # fmt: skip
 
     def _warm_up(self) -> None:
@@ -274,7 +284,7 @@ class Rank:
             draft_rounds=scheduler.draft_rounds if scheduler else 0,
             draft_tokens=scheduler.draft_rounds * self.config.mtp if scheduler else 0,
             accepted_by_position=tuple(scheduler.accepted_by_position) if scheduler else (),
-            pages_used=pages_total - scheduler.pool.num_free if scheduler else 0,
+            pages_used=pages_total - scheduler.cache.num_available if scheduler else 0,
             pages_total=pages_total,
             slots_used=slots_total - len(scheduler.free_slots) if scheduler else 0,
             slots_total=slots_total,

@@ -8,13 +8,15 @@ import torch
 from torch import Tensor
 
 from placement.errors import RankError
+from placement.ledger import SLOT_ROWS
 from rank_worker.batch import BatchBuilder, StepBatch
 from rank_worker.comm import Comm
 from rank_worker.draft import Drafter, DraftHead
 from rank_worker.model import Model
 from rank_worker.parts import Parts
 from rank_worker.sampler import Sampler
-from rank_worker.step_plan import RowFlag, StepPlan
+from rank_worker.state_store import StateStore
+from rank_worker.step_plan import INTO_SLOT, CopyKind, RowFlag, StateCopy, StepPlan
 from rank_worker.weights import WeightSource
 
 
@@ -44,9 +46,14 @@ class Runner:
         vocab_ranges: tuple[tuple[int, int], ...],
         context_tokens: int,
         num_drafts: int = 0,
+        num_cells: int = 0,
+        num_host_cells: int = 0,
     ) -> None:
         self.comm = comm
         self.model = Model(parts, source, comm)
+        self.store = StateStore(
+            self.model.slot_tensors(), num_cells, num_host_cells, parts.device.open_streams()
+        )
         max_pages = -(-context_tokens // parts.page_tokens)
         self.builder = BatchBuilder(parts.num_slots, max_pages, parts.page_tokens, num_drafts)
         self.sampler = Sampler(parts.ops, comm, vocab_ranges, parts.num_slots)
@@ -60,9 +67,7 @@ class Runner:
     @torch.inference_mode()
     def execute(self, plan: StepPlan) -> Sampled:
         """Runs one step; its new tokens stay on the device."""
-        for admit in plan.admits:
-            self._reset_slot(admit.slot)
-            self.sampler.admit(admit)
+        self._start_sequences(plan)
         batch = self.builder.build(plan)
         logits, streams = self.model.forward(batch)
         if self.logits_log is not None:
@@ -76,6 +81,27 @@ class Runner:
         if plan.check:
             self._check_decisions(batch, ids, plan.step)
         return sampled
+
+    def _start_sequences(self, plan: StepPlan) -> None:
+        """Keeps states of slots that go on or end, then readies those of new sequences."""
+        into_slots = []
+        for copy in plan.copies:
+            if copy.kind in INTO_SLOT:
+                into_slots.append(copy)
+            else:
+                self._copy(copy)
+        for admit in plan.admits:
+            self._reset_slot(admit.slot)
+            self.sampler.admit(admit)
+        for copy in into_slots:
+            self._copy(copy)
+
+    def _copy(self, copy: StateCopy) -> None:
+        verbs = {
+            CopyKind.SAVE: self.store.save, CopyKind.SPILL: self.store.spill,
+            CopyKind.RESTORE: self.store.restore, CopyKind.FETCH: self.store.fetch,
+        }  # fmt: skip
+        verbs[copy.kind](copy.source, copy.target)
 
     def _reset_slot(self, slot: int) -> None:
         self.model.reset_slot(slot)
@@ -111,6 +137,11 @@ class Runner:
     def state_bytes(self) -> dict[str, int]:
         """Allocated bytes of caches and states by ledger row."""
         total = self.model.state_bytes()
+        slots, cells = self.store.num_slots, self.store.num_cells
+        kept = {row: total.get(row, 0) // slots * cells for row in SLOT_ROWS}
+        assert sum(kept.values()) == self.store.nbytes(), "a cell is not one slot"
+        for row, nbytes in kept.items():
+            total[row] = total.get(row, 0) + nbytes
         if self.drafter is not None:
             total["mtp_state"] = self.drafter.head.state_bytes()
         return total

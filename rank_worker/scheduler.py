@@ -1,23 +1,29 @@
 """The scheduler of rank 0: which tokens of which sequences the next step computes.
 
 No prefill phase and no decode phase: every sequence has computed tokens and known tokens, and a
-step spends one token budget, decode rows first. Owns slots and pages. Knows no tensors.
+step spends one token budget, decode rows first. Owns slots, pages and kept states. Knows no
+tensors.
 """
 
 from __future__ import annotations
 
-from collections import deque
+from bisect import insort
 from collections.abc import Sequence as Seq
-from dataclasses import dataclass, field
+from dataclasses import dataclass
+from operator import attrgetter
 
 from placement.errors import ConfigError
 from rank_worker.draft_gain import DraftCost
 from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
+from rank_worker.outline import Outline, Part, row_of
+from rank_worker.pacing import Pacer
 from rank_worker.pages import PagePool
+from rank_worker.prefix_cache import PrefixCache
 from rank_worker.sequence import Sequence
-from rank_worker.step_plan import Admit, Opcode, PageUpdate, Row, RowFlag, StepPlan
+from rank_worker.step_plan import Opcode, PageUpdate, Row, RowFlag, StepPlan
 
 NON_FINITE = -1  # sampled in place of a token when a row's logits are not finite
+_ORDER = attrgetter("order")
 
 
 @dataclass(frozen=True)
@@ -32,24 +38,10 @@ class SchedulerLimits:
     epoch: int = 0
     num_drafts: int = 0
     drafts_auto: bool = True  # a sequence that drafting makes slower stops drafting
-
-
-@dataclass
-class _Outline:
-    """A plan being put together: rows as (sequence, tokens, DRAFT and PROPOSE where they hold)."""
-
-    budget: int
-    admits: list[Admit] = field(default_factory=list)
-    pages: list[PageUpdate] = field(default_factory=list)
-    decode: list[_Part] = field(default_factory=list)
-    prefill: list[_Part] = field(default_factory=list)
-
-
-@dataclass
-class _Part:
-    sequence: Sequence
-    count: int
-    flags: RowFlag = RowFlag.NONE
+    prefix_states: int = 0  # states of prefixes that are kept on the device; 0: no reuse
+    prefix_host_states: int = 0
+    prefix_interval_tokens: int = 512
+    decode_share: float = 0.0  # see Pacer
 
 
 class Scheduler:
@@ -64,9 +56,12 @@ class Scheduler:
                 f"{limits.context_tokens}: raise kv_pool_tokens or lower context_tokens"
             )
         self.limits = limits
-        self.waiting: deque[Sequence] = deque()
-        self.running: list[Sequence] = []  # oldest admission first
-        self.pool = PagePool(limits.num_pages)
+        self.waiting: list[Sequence] = []  # by priority, then arrival
+        self.running: list[Sequence] = []  # in the same order
+        self.cache = PrefixCache(
+            PagePool(limits.num_pages), limits.page_tokens, limits.prefix_interval_tokens,
+            limits.prefix_states, limits.prefix_host_states,
+        )  # fmt: skip
         self.free_slots = list(range(limits.num_slots - 1, -1, -1))
         self.step = 0
         self.num_preemptions = 0
@@ -75,6 +70,8 @@ class Scheduler:
         self.draft_rounds = 0
         self.accepted_by_position = [0] * limits.num_drafts
         self.cost = DraftCost(limits.num_drafts)
+        self.pacer = Pacer(limits.decode_share)
+        self._arrivals = 0
         self._in_flight: list[tuple[Sequence, Row]] = []
 
     @property
@@ -82,27 +79,29 @@ class Scheduler:
         return bool(self.waiting or self.running)
 
     def add(self, request: EngineRequest) -> None:
-        self.waiting.append(Sequence.of(request, is_drafting=self.limits.num_drafts > 0))
+        self._arrivals += 1
+        sequence = Sequence.of(request, self._arrivals, is_drafting=self.limits.num_drafts > 0)
+        insort(self.waiting, sequence, key=_ORDER)
 
     def abort(self, request_ids: Seq[str]) -> None:
         """Drops the named requests between steps; unknown names are ignored (already done)."""
         names = set(request_ids)
-        self.waiting = deque(s for s in self.waiting if s.request.request_id not in names)
+        self.waiting = [s for s in self.waiting if s.request.request_id not in names]
         for sequence in [s for s in self.running if s.request.request_id in names]:
             self._release(sequence)
 
     def schedule(self) -> StepPlan:
         """The next step's plan; opcode IDLE when there is nothing to compute."""
         assert not self._in_flight, "the previous step was not committed"
-        outline = _Outline(budget=self.limits.step_tokens)
-        for sequence in [s for s in self.running if s.is_decode]:
+        outline = Outline(budget=self.limits.step_tokens)
+        for sequence in self.running:
+            outline.copies += self.cache.save(sequence)
+        decoding = [s for s in self.running if s.is_decode]
+        for sequence in decoding:
             self._add_decode(outline, sequence)
         reserved = self._reserve_for_drafts(outline)
-        for sequence in [s for s in self.running if not s.is_decode]:
-            self._add_prefill(outline, sequence)
-        while self.waiting and self.free_slots and outline.budget > 0:
-            if not self._admit(outline):
-                break
+        if not decoding or self.pacer.allows_prefill:
+            self._add_prefills(outline)
         if self.limits.num_drafts:
             outline.budget += reserved
             self._add_drafts(outline)
@@ -131,12 +130,16 @@ class Scheduler:
                 self._note_round(sequence, len(tokens) - 1)
             if tokens:
                 batches.append(self._accept(sequence, tokens, now_s))
+            else:
+                self.cache.publish(sequence)
         self._in_flight = []
         return batches
 
     def _note_time(self, seconds: float) -> None:
         """Keeps the time of a step whose rows are all draft rounds, or all plain."""
         rows = [row for _, row in self._in_flight]
+        prefill = [row.count for row in rows if row.flags & RowFlag.PREFILL]
+        self.pacer.note(len(rows) - len(prefill), sum(prefill), seconds)
         kinds = {row.flags & (RowFlag.PREFILL | RowFlag.DRAFT | RowFlag.PROPOSE) for row in rows}
         if kinds == {RowFlag.NONE}:
             self.cost.saw_plain(len(rows), seconds)
@@ -170,57 +173,75 @@ class Scheduler:
         sequence.last_on_device = True
         sequence.accepted_tokens += min(len(taken), len(tokens) - 1)
         self.generation_tokens += len(taken)
+        is_bad = reason is FinishReason.ERROR
+        if is_bad:
+            self.cache.forget(sequence)
+        else:
+            self.cache.publish(sequence)
         if reason is not None:
             self._release(sequence)
-        is_bad = reason is FinishReason.ERROR
         text = f"logits of request {name} are not finite at position {len(sequence.tokens)}"
         return TokenBatch(
             name, tuple(taken), reason, now_s, "non_finite" if is_bad else None,
             text if is_bad else None, prompt_tokens=sequence.num_prompt,
-            draft_tokens=sequence.draft_tokens, accepted_tokens=sequence.accepted_tokens,
+            cached_tokens=sequence.cached_tokens, draft_tokens=sequence.draft_tokens,
+            accepted_tokens=sequence.accepted_tokens,
         )  # fmt: skip
 
-    def _add_decode(self, outline: _Outline, sequence: Sequence) -> None:
+    def _add_decode(self, outline: Outline, sequence: Sequence) -> None:
         if sequence.slot < 0 or outline.budget < 1:  # preempted by an earlier row of this step
             return
         if self._grow(outline, sequence, sequence.num_computed + 1):
-            outline.decode.append(_Part(sequence, 1))
+            outline.decode.append(Part(sequence, 1))
             outline.budget -= 1
 
-    def _add_prefill(self, outline: _Outline, sequence: Sequence) -> None:
+    def _add_prefills(self, outline: Outline) -> None:
+        """Goes on with prompts that have a slot, then admits others while there is room."""
+        for sequence in [s for s in self.running if not s.is_decode]:
+            self._add_prefill(outline, sequence)
+        while self.waiting and self.free_slots and outline.budget > 0:
+            if not self._admit(outline):
+                break
+
+    def _add_prefill(self, outline: Outline, sequence: Sequence) -> None:
         if sequence.slot < 0 or outline.budget < 1:
             return
-        count = min(sequence.num_pending, outline.budget)
+        count = min(sequence.room(sequence.num_pending), outline.budget)
         if self.limits.prefill_chunk_tokens:
             count = min(count, self.limits.prefill_chunk_tokens)
         if self._grow(outline, sequence, sequence.num_computed + count):
-            outline.prefill.append(_Part(sequence, count))
+            outline.prefill.append(Part(sequence, count))
             outline.budget -= count
 
-    def _admit(self, outline: _Outline) -> bool:
+    def _admit(self, outline: Outline) -> bool:
         """Moves the first waiting sequence to a slot, or leaves it waiting for pages."""
         sequence = self.waiting[0]
-        needed = -(-len(sequence.tokens) // self.limits.page_tokens)
-        if self.pool.num_free < needed and self.running:
+        self.cache.open(sequence)
+        needed = -(-len(sequence.tokens) // self.limits.page_tokens) - len(sequence.pages)
+        if self.cache.num_available < needed and self.running:
+            self._withdraw(sequence)
             return False
-        self.waiting.popleft()
+        self.waiting.pop(0)
         sequence.slot = self.free_slots.pop()
-        self.running.append(sequence)
-        p = sequence.request.sampling
-        outline.admits.append(
-            Admit(sequence.slot, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.choice)
-        )
+        insort(self.running, sequence, key=_ORDER)
+        outline.admit(sequence)
+        outline.copies += self.cache.admit(sequence)
+        sequence.is_drafting &= all(node.is_drafted for node in sequence.nodes)
+        if not sequence.preemptions:
+            sequence.cached_tokens = sequence.num_hit
         self._add_prefill(outline, sequence)
         return True
 
-    def _grow(self, outline: _Outline, sequence: Sequence, num_tokens: int) -> bool:
-        """Gives `sequence` pages for `num_tokens`, preempting the newest others if it must."""
+    def _grow(self, outline: Outline, sequence: Sequence, num_tokens: int) -> bool:
+        """Gives `sequence` pages for `num_tokens`, preempting the last others if it must."""
         needed = -(-num_tokens // self.limits.page_tokens)
         while len(sequence.pages) < needed:
-            page = self.pool.take()
+            page = self.cache.take_page()
             if page is not None:
                 outline.pages.append(PageUpdate(sequence.slot, len(sequence.pages), page))
                 sequence.pages.append(page)
+                continue
+            if self._take_back_spare(outline, sequence, num_tokens):
                 continue
             victim = self.running[-1]
             self._preempt(outline, victim)
@@ -228,14 +249,30 @@ class Scheduler:
                 return False
         return True
 
-    def _reserve_for_drafts(self, outline: _Outline) -> int:
+    def _take_back_spare(self, outline: Outline, growing: Sequence, num_tokens: int) -> bool:
+        """Frees pages that were given for drafts and that no row of this step needs.
+
+        `growing` is about to get a row that ends at `num_tokens`.
+        """
+        ends = {
+            part.sequence: part.sequence.num_computed + part.count
+            for part in (*outline.decode, *outline.prefill)
+        }
+        ends[growing] = num_tokens
+        spare: list[int] = []
+        for sequence in self.running:
+            end = ends.get(sequence, sequence.num_computed + 1)
+            spare += self.cache.spare_pages(sequence, end)
+        return bool(spare)
+
+    def _reserve_for_drafts(self, outline: Outline) -> int:
         """Keeps budget from prefill for drafts that are there, half of it at most."""
         rows = sum(part.sequence.has_drafts for part in outline.decode)
         reserved = min(rows * self.limits.num_drafts, outline.budget // 2)
         outline.budget -= reserved
         return reserved
 
-    def _add_drafts(self, outline: _Outline) -> None:
+    def _add_drafts(self, outline: Outline) -> None:
         """Widens decode rows by their drafts and says who makes new ones.
 
         Pages come from what is free when all rows have theirs: drafts never cause a preemption.
@@ -243,27 +280,28 @@ class Scheduler:
         is_plain = self._is_plain(outline)
         k, limit = self.limits.num_drafts, self.limits.context_tokens
         for part in (*outline.decode, *outline.prefill):
-            sequence, left = part.sequence, self._tokens_left(part.sequence)
-            wide = sequence.num_computed + 1 + k
+            sequence = part.sequence
+            left, wide = sequence.tokens_left(limit), sequence.num_computed + 1 + k
             if (
                 sequence.has_drafts and not is_plain and left > 1
-                and wide <= limit and k <= outline.budget
+                and wide <= limit and k <= outline.budget and sequence.room(1 + k) == 1 + k
                 and self._grow_free(outline, sequence, wide)
             ):  # fmt: skip
                 part.count = 1 + k
                 part.flags |= RowFlag.DRAFT
                 outline.budget -= k
-            # Two more tokens after this step's, or there is nothing to draft.
-            if not sequence.is_drafting or left <= 2:
+            # Two more tokens after this step's, or there is nothing to draft. But who finds this
+            # sequence's pages later may want to.
+            pays = left > 2
+            if not sequence.is_drafting or not (pays or self.cache.is_on):
                 continue
             part.flags |= RowFlag.ENTER
             end = sequence.num_computed + part.count
-            is_last = end >= len(sequence.tokens)
-            proposes = is_last and not is_plain
+            proposes = pays and end >= len(sequence.tokens) and not is_plain
             if proposes and self._grow_free(outline, sequence, min(end + k - 1, limit)):
                 part.flags |= RowFlag.PROPOSE
 
-    def _is_plain(self, outline: _Outline) -> bool:
+    def _is_plain(self, outline: Outline) -> bool:
         """True when this step leaves drafts unused, to learn what a step without them takes."""
         rows = outline.decode
         return (
@@ -273,71 +311,51 @@ class Scheduler:
             and self.cost.wants_plain(len(rows))
         )
 
-    def _tokens_left(self, sequence: Sequence) -> int:
-        """Tokens that the sequence may still get, this step's with them."""
-        return min(
-            sequence.request.max_tokens - sequence.num_generated,
-            self.limits.context_tokens - len(sequence.tokens),
-        )
-
-    def _grow_free(self, outline: _Outline, sequence: Sequence, num_tokens: int) -> bool:
-        """Gives `sequence` pages for `num_tokens` if so many are free."""
+    def _grow_free(self, outline: Outline, sequence: Sequence, num_tokens: int) -> bool:
+        """Gives `sequence` pages for `num_tokens` if so many are available."""
         missing = -(-num_tokens // self.limits.page_tokens) - len(sequence.pages)
-        return missing <= self.pool.num_free and self._grow(outline, sequence, num_tokens)
+        return missing <= self.cache.num_available and self._grow(outline, sequence, num_tokens)
 
-    def _preempt(self, outline: _Outline, victim: Sequence) -> None:
+    def _preempt(self, outline: Outline, victim: Sequence) -> None:
         """Takes slot and pages together; the sequence resumes by recompute."""
-        outline.decode = [part for part in outline.decode if part.sequence is not victim]
-        outline.prefill = [part for part in outline.prefill if part.sequence is not victim]
-        outline.admits = [a for a in outline.admits if a.slot != victim.slot]
-        outline.pages = [u for u in outline.pages if u.slot != victim.slot]
+        outline.withdraw(victim)
         self._release(victim)
-        victim.num_computed = 0
         victim.last_on_device = victim.has_drafts = False
         victim.preemptions += 1
         self.num_preemptions += 1
-        self.waiting.appendleft(victim)
+        insort(self.waiting, victim, key=_ORDER)
 
     def _release(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
-        self.pool.give_back(sequence.pages)
         self.free_slots.append(sequence.slot)
-        sequence.pages = []
-        sequence.slot = -1
+        self._withdraw(sequence)
 
-    def _finish_plan(self, outline: _Outline) -> StepPlan:
+    def _withdraw(self, sequence: Sequence) -> None:
+        """`sequence` has nothing on the device any more."""
+        self.cache.release(sequence)
+        sequence.slot = -1
+        sequence.num_computed = 0
+
+    def _finish_plan(self, outline: Outline) -> StepPlan:
         rows: list[Row] = []
         token_ids: list[int] = []
-        outline.decode.sort(key=lambda part: part.count)  # equal widths together
-        for part in outline.decode + outline.prefill:
-            row = self._row(part, token_ids)
+        for part in outline.parts():
+            row, tokens = row_of(part)
             rows.append(row)
+            token_ids += tokens
             self._in_flight.append((part.sequence, row))
         if not rows:
+            assert not outline.copies, "a state is copied in a step without rows"
             return StepPlan(Opcode.IDLE, self.limits.epoch, self.step)
         self.step += 1
         check = self.step % self.limits.check_interval_steps == 0
         return StepPlan(
-            Opcode.STEP, self.limits.epoch, self.step, check,
-            tuple(outline.admits), tuple(outline.pages), tuple(rows), tuple(token_ids),
+            Opcode.STEP, self.limits.epoch, self.step, check, tuple(outline.admits),
+            tuple(outline.pages), tuple(rows), tuple(token_ids), tuple(outline.copies),
         )  # fmt: skip
 
-    @staticmethod
-    def _row(part: _Part, token_ids: list[int]) -> Row:
-        """The row of `part`; a prefill row's tokens are added to `token_ids`."""
-        sequence, flags, next_token = part.sequence, part.flags, 0
-        start, end = sequence.num_computed, sequence.num_computed + part.count
-        if end >= len(sequence.tokens):
-            flags |= RowFlag.SAMPLE
-        else:
-            next_token = sequence.tokens[end]
-        if not sequence.is_decode:
-            flags |= RowFlag.PREFILL
-            token_ids += sequence.tokens[start:end]
-        return Row(sequence.slot, start, part.count, flags, next_token)
-
     def check_integrity(self) -> None:
-        """Raises AssertionError when pages or slots are lost, doubled or held by nobody."""
-        self.pool.check([p for s in self.running for p in s.pages])
+        """Raises AssertionError when pages, slots or kept states are lost, doubled or nobody's."""
+        self.cache.check(self.running)
         slots = [s.slot for s in self.running] + self.free_slots
         assert sorted(slots) == list(range(self.limits.num_slots)), "slots lost or doubled"

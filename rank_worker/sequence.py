@@ -6,18 +6,24 @@ from dataclasses import dataclass, field
 
 from rank_worker.draft_gain import DraftGain
 from rank_worker.messages import EngineRequest, FinishReason
+from rank_worker.prefix_tree import Node
 
 
-@dataclass
+@dataclass(eq=False)
 class Sequence:
     """`tokens` = prompt + generated; `num_computed` of them have their state and KV in place."""
 
     request: EngineRequest
     tokens: list[int]
+    order: tuple[int, int] = (0, 0)  # priority, then arrival: the least goes first
     slot: int = -1
     pages: list[int] = field(default_factory=list)
+    nodes: list[Node] = field(default_factory=list)  # its first pages as the prefix cache has them
+    num_hit: int = 0  # tokens that were found at the last admission
+    boundaries: list[int] = field(default_factory=list)  # pages after which its state is kept
+    next_save: int = 0  # tokens after which its state is kept next; 0: nowhere
+    cached_tokens: int = 0  # prompt tokens that were found when it was first admitted
     num_computed: int = 0
-    num_scheduled: int = 0  # tokens of the step in flight
     last_on_device: bool = False  # tokens[-1] was sampled into this slot
     preemptions: int = 0
     is_drafting: bool = False  # its tokens enter the draft head
@@ -27,8 +33,9 @@ class Sequence:
     gain: DraftGain = field(default_factory=DraftGain)
 
     @classmethod
-    def of(cls, request: EngineRequest, is_drafting: bool = False) -> Sequence:
-        return cls(request=request, tokens=list(request.prompt_ids), is_drafting=is_drafting)
+    def of(cls, request: EngineRequest, arrival: int = 0, is_drafting: bool = False) -> Sequence:
+        tokens, order = list(request.prompt_ids), (request.priority, arrival)
+        return cls(request=request, tokens=tokens, order=order, is_drafting=is_drafting)
 
     @property
     def num_prompt(self) -> int:
@@ -46,6 +53,15 @@ class Sequence:
     @property
     def is_decode(self) -> bool:
         return self.num_pending == 1 and self.last_on_device
+
+    def room(self, count: int) -> int:
+        """`count` tokens, or as many as are left before the state has to be kept."""
+        left = self.next_save - self.num_computed
+        return min(count, left) if left > 0 else count
+
+    def tokens_left(self, context_tokens: int) -> int:
+        """Tokens that the sequence may still get, the next one with them."""
+        return min(self.request.max_tokens - self.num_generated, context_tokens - len(self.tokens))
 
     def finish_after(self, token: int, max_context: int) -> FinishReason | None:
         """Why the sequence ends with `token` as its newest one, or None."""

@@ -14,10 +14,11 @@ import numpy as np
 
 from placement.errors import RankError
 
-VERSION = 2
-_HEADER_WORDS = 9
+VERSION = 3
+_HEADER_WORDS = 10
 _ADMIT_WORDS = 8
 _PAGE_WORDS = 3
+_COPY_WORDS = 3
 _ROW_WORDS = 5
 
 
@@ -51,6 +52,27 @@ class Admit:
     choice: int
 
 
+class CopyKind(IntEnum):
+    """Between a sequence's slot and the cells that keep states of prefixes."""
+
+    SAVE = 1  # slot -> device cell
+    SPILL = 2  # device cell -> host cell
+    RESTORE = 3  # device cell -> slot
+    FETCH = 4  # host cell -> slot
+
+
+INTO_SLOT = (CopyKind.RESTORE, CopyKind.FETCH)
+
+
+@dataclass(frozen=True)
+class StateCopy:
+    """A state to copy before the step; `source` and `target` are numbers of slots or cells."""
+
+    kind: CopyKind
+    source: int
+    target: int
+
+
 @dataclass(frozen=True)
 class PageUpdate:
     slot: int
@@ -82,6 +104,7 @@ class StepPlan:
     page_updates: tuple[PageUpdate, ...] = ()
     rows: tuple[Row, ...] = ()  # decode rows first, equal widths together
     token_ids: tuple[int, ...] = field(default=())  # prefill rows' tokens, in row order
+    copies: tuple[StateCopy, ...] = ()  # into cells before the admits, into slots after them
 
 
 def _float_bits(values: list[float]) -> np.ndarray:
@@ -92,9 +115,12 @@ def encode(plan: StepPlan) -> np.ndarray:
     """The plan as int32 words."""
     header = [
         VERSION, plan.opcode, plan.epoch, plan.step, int(plan.check),
-        len(plan.admits), len(plan.page_updates), len(plan.rows), len(plan.token_ids),
+        len(plan.copies), len(plan.admits), len(plan.page_updates), len(plan.rows),
+        len(plan.token_ids),
     ]  # fmt: skip
     words = list(header)
+    for c in plan.copies:
+        words += [int(c.kind), c.source, c.target]
     for a in plan.admits:
         t, p, m = _float_bits([a.temperature, a.top_p, a.min_p]).tolist()
         low, high = np.asarray([a.seed & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int32).tolist()
@@ -111,18 +137,16 @@ def decode(words: np.ndarray) -> StepPlan:
     """The plan in `words`; RankError when the message is of another version or cut."""
     if len(words) < _HEADER_WORDS or int(words[0]) != VERSION:
         raise RankError(f"step plan version {int(words[0]) if len(words) else -1}, not {VERSION}")
-    _, opcode, epoch, step, check, num_admits, num_pages, num_rows, num_tokens = words[
-        :_HEADER_WORDS
-    ].tolist()
-    records = num_admits * _ADMIT_WORDS + num_pages * _PAGE_WORDS + num_rows * _ROW_WORDS
-    if min(num_admits, num_pages, num_rows, num_tokens) < 0 or (
-        len(words) != _HEADER_WORDS + records + num_tokens
-    ):
+    _, opcode, epoch, step, check, *counts = words[:_HEADER_WORDS].tolist()
+    num_copies, num_admits, num_pages, num_rows, num_tokens = counts
+    records = num_copies * _COPY_WORDS + num_admits * _ADMIT_WORDS
+    records += num_pages * _PAGE_WORDS + num_rows * _ROW_WORDS
+    if min(counts) < 0 or len(words) != _HEADER_WORDS + records + num_tokens:
         raise RankError(
             f"step plan of {len(words)} words, not {_HEADER_WORDS + records + num_tokens}",
             step=step, phase="plan",
         )  # fmt: skip
-    at = _HEADER_WORDS
+    copies, at = _take(words, _HEADER_WORDS, num_copies, _COPY_WORDS)
     admits, at = _take(words, at, num_admits, _ADMIT_WORDS)
     pages, at = _take(words, at, num_pages, _PAGE_WORDS)
     rows, at = _take(words, at, num_rows, _ROW_WORDS)
@@ -131,6 +155,7 @@ def decode(words: np.ndarray) -> StepPlan:
         epoch=epoch,
         step=step,
         check=bool(check),
+        copies=tuple(StateCopy(CopyKind(k), a, b) for k, a, b in copies.tolist()),
         admits=tuple(_admit(record) for record in admits),
         page_updates=tuple(PageUpdate(*record.tolist()) for record in pages),
         rows=tuple(Row(s, p, n, RowFlag(f), t) for s, p, n, f, t in rows.tolist()),

@@ -19,7 +19,7 @@ FLASH_NEXT = REPO / "tests" / "placement" / "configs" / "Qwen3.8-Flash-Next" / "
 Run = Callable[..., tuple[int, str, str]]
 BOX = (
     "--model-config", FLASH_NEXT, "--chip", "310p3", "--mtp", 2, "--sequences", 6,
-    "--step-tokens", 2560, "--prefix-states", 87,
+    "--step-tokens", 2560, "--prefix-bytes", 87 * 29_048_848,  # as many states on four ranks
 )  # fmt: skip
 PEAK = """
 import sys
@@ -148,7 +148,7 @@ def test_ownership_goes_out_and_comes_back(plan: Run, tmp_path: Path) -> None:
         (["--format", "w2:9-12"], "layer 0"),
         (["--what-if", "15"], "14 experts"),
         (["--chip", "abacus"], "chip profile 'abacus'"),
-        (["--prefix-states", "-1"], "-1"),
+        (["--prefix-bytes", "-1"], "-1"),
         (["--ngram-table", "disk"], "invalid choice"),
     ],
 )

@@ -11,9 +11,10 @@ from placement.capacity import Question, capacity, max_context, max_sequences, r
 from placement.config import EngineConfig
 from placement.formats import parse_format
 from placement.headers import CheckpointHeaders
-from placement.ledger import LedgerOptions, TablePlace
+from placement.ledger import LedgerOptions, TablePlace, state_bytes
 from placement.models.quantised import with_format
 from placement.ownership import OwnershipRequest
+from placement.partition import make_shares
 from placement.plan import PlanOptions
 from placement.spec import ModelSpec
 
@@ -25,7 +26,7 @@ WINDOW = 262144
 BOX = EngineConfig(
     model_dir="unused", device="npu", dtype="float16", mtp=2, max_sequences=6, step_tokens=2560
 )
-BOX_LEDGER = LedgerOptions(TablePlace.HOST, prefix_states=105 - 6 * 3)
+PREFIX_STATES = 105 - 6 * 3
 
 
 def question(spec: ModelSpec, **changes: Any) -> Question:
@@ -33,10 +34,12 @@ def question(spec: ModelSpec, **changes: Any) -> Question:
 
 
 def box(spec: ModelSpec, ranks: int, form: str = "w4g128_asym") -> Question:
+    config = replace(BOX, ranks=ranks, prefix_cache=True)
+    size = max(state_bytes(config, spec, share) for share in make_shares(spec, ranks))
     return Question(
-        replace(BOX, ranks=ranks),
+        replace(config, prefix_bytes=PREFIX_STATES * size),
         with_format(spec, parse_format(form)),
-        options=PlanOptions(ledger=BOX_LEDGER),
+        options=PlanOptions(ledger=LedgerOptions(TablePlace.HOST)),
     )
 
 

@@ -156,12 +156,36 @@ def test_the_draft_head_has_rows_of_its_own(tiny: Loaded) -> None:
 
 def test_states_of_the_prefix_cache_are_counted(tiny: Loaded) -> None:
     plain = planned(tiny[0]).ranks[0].rows
-    options = PlanOptions(ledger=LedgerOptions(prefix_states=8))
-    more = planned(tiny[0], options).ranks[0].rows
+    plan = planned(tiny[0], prefix_cache=True)
+    more = plan.ranks[0].rows
     assert more["recurrent_slots"] == 3 * plain["recurrent_slots"]  # 4 sequences and 8 states
+    assert more["conv_state"] == 3 * plain["conv_state"]
     assert more["index_pages"] == plain["index_pages"]
-    with pytest.raises(ConfigError, match="prefix_states = -1"):
-        planned(tiny[0], PlanOptions(ledger=LedgerOptions(prefix_states=-1)))
+    assert (plan.prefix.device, plan.prefix.host) == (8, 32)
+
+
+@pytest.mark.parametrize("ranks", [1, 3, 4])
+def test_byte_budgets_hold_as_many_states_as_fit_on_the_fullest_rank(
+    tiny: Loaded, ranks: int
+) -> None:
+    size = planned(tiny[0], ranks=ranks, prefix_cache=True).prefix.state_bytes
+    budgets = {"prefix_bytes": 3 * size + size - 1, "prefix_host_bytes": 2 * size - 1}
+    plan = planned(tiny[0], ranks=ranks, prefix_cache=True, **budgets)
+    assert (plan.prefix.device, plan.prefix.host) == (3, 1)
+    plain = planned(tiny[0], ranks=ranks)
+    added = [
+        sum(rows.rows[row] - bare.rows[row] for row in ("recurrent_slots", "conv_state"))
+        for rows, bare in zip(plan.ranks, plain.ranks, strict=True)
+    ]
+    assert max(added) == 3 * size
+    assert plan.plan_id != plain.plan_id
+
+
+def test_settings_of_the_prefix_cache_that_cannot_be(tiny: Loaded) -> None:
+    with pytest.raises(ConfigError, match="prefix_interval_tokens = 0"):
+        planned(tiny[0], prefix_interval_tokens=0)
+    with pytest.raises(ConfigError, match="decode_share = 1"):
+        planned(tiny[0], decode_share=1.0)
 
 
 @pytest.mark.parametrize("place", [TablePlace.HOST, TablePlace.MMAP])

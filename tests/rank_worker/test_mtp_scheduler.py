@@ -9,6 +9,7 @@ import pytest
 
 from rank_worker.draft_gain import PLAIN_INTERVAL, ROUNDS, DraftCost, DraftGain
 from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
+from rank_worker.outline import Outline
 from rank_worker.scheduler import NON_FINITE, Scheduler, SchedulerLimits
 from rank_worker.step_plan import Row, RowFlag, StepPlan
 
@@ -83,7 +84,7 @@ def test_drafts_take_only_pages_that_are_free() -> None:
     """Both prompts fill their pages: a wider row would need one more, and gets none."""
     limits = replace(LIMITS, num_pages=16, step_tokens=100)
     scheduler = started(limits, request("a", 38), request("b", 23))
-    assert scheduler.pool.num_free == 0
+    assert scheduler.cache.num_available == 0
     assert all(s.has_drafts for s in scheduler.running)
     plan, _ = step(scheduler)
     assert [row.count for row in plan.rows] == [1, 1]
@@ -181,8 +182,7 @@ def test_a_sequence_that_drafts_slow_down_stops_for_good() -> None:
     for _ in range(3):
         plan, _ = step(scheduler)
         assert plan.rows[0].flags == SAMPLE
-    scheduler._preempt(type("Outline", (), dict.fromkeys(
-        ("decode", "prefill", "admits", "pages"), ()))(), sequence)  # fmt: skip
+    scheduler._preempt(Outline(0), sequence)
     plan, _ = step(scheduler)
     assert plan.rows[0].flags == PREFILL | SAMPLE, "not after a preemption either"
 

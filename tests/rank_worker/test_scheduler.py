@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Iterable
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -12,9 +10,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from placement.errors import ConfigError
-from rank_worker.messages import EngineRequest, FinishReason, SamplingParams, TokenBatch
-from rank_worker.scheduler import NON_FINITE, Scheduler, SchedulerLimits
-from rank_worker.step_plan import Opcode, Row, RowFlag, StepPlan, decode, encode
+from rank_worker.messages import EngineRequest, FinishReason, SamplingParams
+from rank_worker.scheduler import Scheduler, SchedulerLimits
+from rank_worker.step_plan import Opcode, RowFlag
+from tests.rank_worker.fake_device import Run, check_answers, expected_ids
 
 LIMITS = SchedulerLimits(
     step_tokens=32, prefill_chunk_tokens=0, page_tokens=4, num_pages=32, num_slots=4,
@@ -22,183 +21,9 @@ LIMITS = SchedulerLimits(
 )  # fmt: skip
 
 
-def next_token(tokens: Iterable[int]) -> int:
-    """The fake model: any token that is missing, doubled or another sequence's changes it."""
-    text = ",".join(map(str, tokens)).encode()
-    return int.from_bytes(hashlib.blake2b(text, digest_size=2).digest(), "big") % 997
-
-
-def expected_ids(request: EngineRequest, context: int) -> tuple[int, ...]:
-    tokens = list(request.prompt_ids)
-    while True:
-        tokens.append(next_token(tokens))
-        made = tuple(tokens[len(request.prompt_ids) :])
-        stopped = made[-1] in request.stop_token_ids and not request.ignore_eos
-        if stopped or len(made) == request.max_tokens or len(tokens) >= context:
-            return made
-
-
-@dataclass
-class FakeDevice:
-    """Slots and pages as a rank holds them; every read goes through the slot's page table."""
-
-    limits: SchedulerLimits
-    computed: dict[int, int] = field(default_factory=dict)  # slot -> tokens in its state
-    tables: dict[int, dict[int, int]] = field(default_factory=dict)
-    cells: dict[tuple[int, int], int] = field(default_factory=dict)  # (page, offset) -> token
-    last: dict[int, int] = field(default_factory=dict)
-    drafts: dict[int, list[int]] = field(default_factory=dict)
-    entered: dict[int, int] = field(default_factory=dict)  # slot -> tokens the draft head knows
-    foretold: dict[int, int] = field(default_factory=dict)  # the prompt's next token
-    plans: list[StepPlan] = field(default_factory=list)
-
-    def execute(self, plan: StepPlan) -> list[list[int]]:
-        plan = decode(encode(plan))
-        self.plans.append(plan)
-        for admit in plan.admits:
-            self.computed[admit.slot] = 0
-            self.tables[admit.slot] = {}
-            self.entered[admit.slot] = 0
-            self.last.pop(admit.slot, None)
-            self.drafts.pop(admit.slot, None)
-            self.foretold.pop(admit.slot, None)
-        for update in plan.page_updates:
-            self.tables[update.slot][update.index] = update.page
-        tokens = iter(plan.token_ids)
-        for row in plan.rows:
-            self.write(row, tokens)
-        assert next(tokens, None) is None, "tokens that no row takes"
-        results = [self.sample(row) for row in plan.rows if row.flags & RowFlag.SAMPLE]
-        for row in plan.rows:
-            self.propose(row)
-        return results
-
-    def write(self, row: Row, tokens: Any) -> None:
-        assert row.start == self.computed[row.slot], "a row that does not continue its state"
-        if not row.flags & RowFlag.PREFILL:
-            drafts = self.drafts.pop(row.slot) if row.flags & RowFlag.DRAFT else []
-            assert row.count == 1 + len(drafts)
-            tokens = iter([self.last[row.slot], *drafts])
-        foretold = self.foretold.pop(row.slot, None)
-        for position in range(row.start, row.start + row.count):
-            token = next(tokens)
-            assert foretold in (None, token), "not the token that the row before announced"
-            foretold = None
-            self.cells[self.cell(row.slot, position)] = token
-        self.computed[row.slot] += row.count
-        if not row.flags & RowFlag.SAMPLE:
-            self.foretold[row.slot] = row.next_token
-
-    def sample(self, row: Row) -> list[int]:
-        """New tokens of a row; drafts that are not the model's own leave its state."""
-        known = self.read(row.slot)
-        if row.flags & RowFlag.DRAFT:
-            end = self.computed[row.slot] = row.start + 1
-            while end < len(known) and known[end] == next_token(known[:end]):
-                end = self.computed[row.slot] = end + 1
-        else:
-            end = len(known)
-        self.last[row.slot] = next_token(known[:end])
-        first = row.start + 1 if row.flags & RowFlag.DRAFT else end
-        return [*known[first:end], self.last[row.slot]]
-
-    def propose(self, row: Row) -> None:
-        """The head knows all tokens or none; it guesses right, wrong, or right for a while."""
-        if not row.flags & RowFlag.ENTER:
-            assert not row.flags & RowFlag.PROPOSE
-            return
-        assert self.entered[row.slot] == row.start, "an entry is missing"
-        self.entered[row.slot] = self.computed[row.slot]
-        if not row.flags & RowFlag.PROPOSE:
-            return
-        k, known = self.limits.num_drafts, [*self.read(row.slot), self.last[row.slot]]
-        furthest = row.start + row.count - 1 + k - 1  # an entry of the longest acceptance
-        self.cell(row.slot, min(furthest, self.limits.context_tokens - 1))
-        right = sum(known) % (k + 1)
-        for at in range(k):
-            known.append((next_token(known) + (at >= right)) % 997)
-        self.drafts[row.slot] = known[-k:]
-
-    def cell(self, slot: int, position: int) -> tuple[int, int]:
-        size = self.limits.page_tokens
-        return self.tables[slot][position // size], position % size
-
-    def read(self, slot: int) -> list[int]:
-        return [self.cells[self.cell(slot, p)] for p in range(self.computed[slot])]
-
-
-class Run:
-    """A scheduler and its device; checks the invariants of every step."""
-
-    def __init__(self, limits: SchedulerLimits) -> None:
-        self.scheduler = Scheduler(limits)
-        self.device = FakeDevice(limits)
-        self.batches: list[TokenBatch] = []
-        self.arrivals: list[str] = []
-
-    def add(self, *requests: EngineRequest) -> None:
-        for request in requests:
-            self.arrivals.append(request.request_id)
-            self.scheduler.add(request)
-
-    def step(self, during: tuple[str, ...] = (), spoil: int | None = None) -> StepPlan:
-        """One step; `during` is aborted while it runs, sampled row `spoil` is not finite."""
-        plan = self.scheduler.schedule()
-        self.check(plan)
-        sampled = self.device.execute(plan) if plan.rows else []
-        if spoil is not None:
-            sampled[spoil][-1] = NON_FINITE
-        self.scheduler.abort(during)
-        self.batches += self.scheduler.update(sampled, 1.5)
-        self.scheduler.check_integrity()
-        return plan
-
-    def check(self, plan: StepPlan) -> None:
-        self.scheduler.check_integrity()
-        assert sum(row.count for row in plan.rows) <= self.scheduler.limits.step_tokens
-        slots = {row.slot for row in plan.rows}
-        assert len(slots) == len(plan.rows), "a slot in two rows"
-        admitted = [admit.slot for admit in plan.admits]
-        assert len(set(admitted)) == len(admitted)
-        updates = [(update.slot, update.index) for update in plan.page_updates]
-        assert len(set(updates)) == len(updates)
-        pages = [update.page for update in plan.page_updates]
-        assert len(set(pages)) == len(pages), "a page for two places"
-        named = {*admitted, *(slot for slot, _ in updates)}
-        assert named <= slots, "something is left of a preempted sequence"
-        for queue in (self.scheduler.running, self.scheduler.waiting):
-            order = [self.arrivals.index(s.request.request_id) for s in queue]
-            assert order == sorted(order), "first come, first served"
-        kinds = [bool(row.flags & RowFlag.PREFILL) for row in plan.rows]
-        assert kinds == sorted(kinds), "decode rows come first"
-        assert all(row.count > 0 for row in plan.rows)
-
-    def finish(self, most_steps: int = 5000) -> None:
-        for _ in range(most_steps):
-            if not self.scheduler.has_work:
-                return
-            assert self.step().opcode is Opcode.STEP, "work but no step"
-        raise AssertionError("the requests never end")
-
-    def ids(self, request: EngineRequest) -> tuple[int, ...]:
-        mine = [b for b in self.batches if b.request_id == request.request_id]
-        return tuple(token for batch in mine for token in batch.token_ids)
-
-    def reason(self, request: EngineRequest) -> FinishReason | None:
-        ends = [b.finish_reason for b in self.batches if b.request_id == request.request_id]
-        assert not any(ends[:-1]), "tokens after the end"
-        return ends[-1] if ends else None
-
-
 def request(name: str, prompt: int = 5, max_tokens: int = 6, **options: Any) -> EngineRequest:
     first = sum(name.encode()) * 7
     return EngineRequest(name, tuple(range(first, first + prompt)), max_tokens, **options)
-
-
-def check_answers(run: Run, requests: Iterable[EngineRequest]) -> None:
-    for one in requests:
-        assert run.ids(one) == expected_ids(one, run.scheduler.limits.context_tokens)
-        assert run.reason(one) in (FinishReason.LENGTH, FinishReason.STOP)
 
 
 def test_decode_comes_first_and_prefill_takes_the_rest_of_the_budget() -> None:
@@ -504,5 +329,5 @@ def test_random_runs_keep_every_page_slot_and_token(
         else:
             assert run.ids(one) == expected
             assert run.reason(one) is not None
-    assert run.scheduler.pool.num_free == limits.num_pages
+    assert run.scheduler.cache.num_available == limits.num_pages
     assert len(run.scheduler.free_slots) == limits.num_slots

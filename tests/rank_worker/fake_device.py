@@ -1,0 +1,293 @@
+"""A device that knows nothing but the plans it executes, and a run that checks every step.
+
+Its model makes a token from all tokens before it, read through page table and recurrent state; its
+copies of states complete late and out of order. So a lost, doubled or mixed-up token, page or
+state shows in the answer.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+
+from rank_worker.late_streams import LateStreams
+from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
+from rank_worker.scheduler import NON_FINITE, Scheduler, SchedulerLimits
+from rank_worker.state_store import StateStore
+from rank_worker.step_plan import (
+    INTO_SLOT,
+    CopyKind,
+    Opcode,
+    Row,
+    RowFlag,
+    StateCopy,
+    StepPlan,
+    decode,
+    encode,
+)
+
+GARBAGE = -77  # what memory holds before anything is put there
+HASH_MODULUS = (1 << 61) - 1
+
+
+def next_token(tokens: Iterable[int]) -> int:
+    """The fake model: any token that is missing, doubled or another sequence's changes it."""
+    text = ",".join(map(str, tokens)).encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=2).digest(), "big") % 997
+
+
+def expected_ids(request: EngineRequest, context: int) -> tuple[int, ...]:
+    tokens = list(request.prompt_ids)
+    while True:
+        tokens.append(next_token(tokens))
+        made = tuple(tokens[len(request.prompt_ids) :])
+        stopped = made[-1] in request.stop_token_ids and not request.ignore_eos
+        if stopped or len(made) == request.max_tokens or len(tokens) >= context:
+            return made
+
+
+def absorbed(value: int, token: int) -> int:
+    """The fake recurrent state after `token`: depends on all tokens and their order."""
+    return (value * 1000003 + token + 1) % HASH_MODULUS
+
+
+class FakeDevice:
+    """Slots, pages and cells as a rank holds them. An entry of a page is (token, state there)."""
+
+    def __init__(self, limits: SchedulerLimits, seed: int = 0) -> None:
+        self.limits = limits
+        self.computed: dict[int, int] = {}  # slot -> tokens in its state
+        self.tables: dict[int, dict[int, int]] = {}
+        self.entries: dict[tuple[int, int], tuple[int, int]] = {}  # (page, offset) ->
+        self.last: dict[int, int] = {}
+        self.drafts: dict[int, list[int]] = {}
+        self.entered: dict[int, int] = {}  # slot -> tokens the draft head knows
+        self.foretold: dict[int, int] = {}  # the prompt's next token
+        self.written: set[int] = set()  # pages of the last step
+        self.plans: list[StepPlan] = []
+        # A slot's state is the hash of its tokens; the rest makes a torn copy visible.
+        self.hashes = torch.full((limits.num_slots, 3), GARBAGE)
+        self.copies = torch.full((limits.num_slots, 2), float(GARBAGE), dtype=torch.float64)
+        self.streams = LateStreams(seed)
+        self.store = self.make_store()
+
+    def make_store(self) -> StateStore:
+        cells, host_cells = self.limits.prefix_states, self.limits.prefix_host_states
+        return StateStore([self.hashes, self.copies], cells, host_cells, self.streams)
+
+    def execute(self, plan: StepPlan) -> list[list[int]]:
+        plan = decode(encode(plan))
+        self.plans.append(plan)
+        self.written = set()
+        self.start(plan)
+        for update in plan.page_updates:
+            self.tables[update.slot][update.index] = update.page
+        for slot, table in self.tables.items():
+            for index in range(-(-self.computed[slot] // self.limits.page_tokens)):
+                assert index in table, "a page of a computed token is missing"
+        tokens = iter(plan.token_ids)
+        for row in plan.rows:
+            self.write(row, tokens)
+        assert next(tokens, None) is None, "tokens that no row takes"
+        results = [self.sample(row) for row in plan.rows if row.flags & RowFlag.SAMPLE]
+        for row in plan.rows:
+            self.absorb(row.slot)
+            self.propose(row)
+        return results
+
+    def start(self, plan: StepPlan) -> None:
+        for copy in plan.copies:
+            if copy.kind not in INTO_SLOT:
+                self.copy(copy)
+        for admit in plan.admits:
+            slot = admit.slot
+            self.zero(slot)
+            self.computed[slot] = self.entered[slot] = 0
+            self.tables[slot] = {}
+            for known in (self.last, self.drafts, self.foretold):
+                known.pop(slot, None)  # type: ignore[attr-defined]
+        admitted = {admit.slot for admit in plan.admits}
+        for copy in plan.copies:
+            if copy.kind in INTO_SLOT:
+                assert copy.target in admitted, "a state for a sequence that already runs"
+                self.copy(copy)
+                self.computed[copy.target] = self.entered[copy.target] = self.length(copy.target)
+
+    def zero(self, slot: int) -> None:
+        self.hashes[slot] = 0
+        self.copies[slot] = 0
+
+    def copy(self, copy: StateCopy) -> None:
+        verbs = {
+            CopyKind.SAVE: self.store.save, CopyKind.SPILL: self.store.spill,
+            CopyKind.RESTORE: self.store.restore, CopyKind.FETCH: self.store.fetch,
+        }  # fmt: skip
+        verbs[copy.kind](copy.source, copy.target)
+
+    def length(self, slot: int) -> int:
+        """Tokens in the slot's state; it must be whole."""
+        count, value, mark = self.hashes[slot].tolist()
+        assert (count, value) == (mark ^ value, value), "a torn state"
+        assert self.copies[slot].tolist() == [float(count), float(value % 9973)], "a torn state"
+        return int(count)
+
+    def absorb(self, slot: int) -> None:
+        """The tokens that stay enter the recurrent state."""
+        count, value, _ = self.hashes[slot].tolist()
+        assert count <= self.computed[slot]
+        for position in range(count, self.computed[slot]):
+            value = absorbed(value, self.entries[self.place(slot, position)][0])
+        count = self.computed[slot]
+        self.hashes[slot] = torch.tensor([count, value, count ^ value])
+        self.copies[slot] = torch.tensor([count, value % 9973], dtype=torch.float64)
+
+    def write(self, row: Row, tokens: Iterator[int]) -> None:
+        assert row.start == self.computed[row.slot], "a row that does not continue its state"
+        assert self.length(row.slot) == row.start, "a state of another length"
+        if not row.flags & RowFlag.PREFILL:
+            drafts = self.drafts.pop(row.slot) if row.flags & RowFlag.DRAFT else []
+            assert row.count == 1 + len(drafts)
+            tokens = iter([self.last[row.slot], *drafts])
+        foretold = self.foretold.pop(row.slot, None)
+        value = int(self.hashes[row.slot, 1])
+        for position in range(row.start, row.start + row.count):
+            token = next(tokens)
+            assert foretold in (None, token), "not the token that the row before announced"
+            foretold = None
+            value = absorbed(value, token)
+            place = self.place(row.slot, position)
+            self.entries[place] = (token, value)
+            self.written.add(place[0])
+        self.computed[row.slot] += row.count
+        if not row.flags & RowFlag.SAMPLE:
+            self.foretold[row.slot] = row.next_token
+
+    def sample(self, row: Row) -> list[int]:
+        """New tokens of a row; drafts that are not the model's own leave its state."""
+        known = self.read(row.slot)
+        if row.flags & RowFlag.DRAFT:
+            end = self.computed[row.slot] = row.start + 1
+            while end < len(known) and known[end] == next_token(known[:end]):
+                end = self.computed[row.slot] = end + 1
+        else:
+            end = len(known)
+        self.last[row.slot] = next_token(known[:end])
+        first = row.start + 1 if row.flags & RowFlag.DRAFT else end
+        return [*known[first:end], self.last[row.slot]]
+
+    def propose(self, row: Row) -> None:
+        """The head knows all tokens or none; it guesses right, wrong, or right for a while."""
+        if not row.flags & RowFlag.ENTER:
+            assert not row.flags & RowFlag.PROPOSE
+            return
+        assert self.entered[row.slot] == row.start, "an entry is missing"
+        self.entered[row.slot] = self.computed[row.slot]
+        if not row.flags & RowFlag.PROPOSE:
+            return
+        k, known = self.limits.num_drafts, [*self.read(row.slot), self.last[row.slot]]
+        furthest = row.start + row.count - 1 + k - 1  # an entry of the longest acceptance
+        place = self.place(row.slot, min(furthest, self.limits.context_tokens - 1))
+        self.written.add(place[0])
+        right = sum(known) % (k + 1)
+        for at in range(k):
+            known.append((next_token(known) + (at >= right)) % 997)
+        self.drafts[row.slot] = known[-k:]
+
+    def place(self, slot: int, position: int) -> tuple[int, int]:
+        size = self.limits.page_tokens
+        return self.tables[slot][position // size], position % size
+
+    def read(self, slot: int) -> list[int]:
+        """The slot's tokens; every entry must follow from those before it."""
+        tokens, value = [], 0
+        for position in range(self.computed[slot]):
+            token, after = self.entries[self.place(slot, position)]
+            value = absorbed(value, token)
+            assert value == after, "a page of another prefix"
+            tokens.append(token)
+        return tokens
+
+
+class Run:
+    """A scheduler and its device; checks the invariants of every step."""
+
+    def __init__(self, limits: SchedulerLimits, device: FakeDevice | None = None) -> None:
+        self.scheduler = Scheduler(limits)
+        self.device = device or FakeDevice(limits)
+        self.batches: list[TokenBatch] = []
+        self.arrivals: list[str] = []
+
+    def add(self, *requests: EngineRequest) -> None:
+        for request in requests:
+            self.arrivals.append(request.request_id)
+            self.scheduler.add(request)
+
+    def step(
+        self, during: tuple[str, ...] = (), spoil: int | None = None, seconds: float = 0.0
+    ) -> StepPlan:
+        """One step; `during` is aborted while it runs, sampled row `spoil` is not finite."""
+        plan = self.scheduler.schedule()
+        self.check(plan)
+        cached = {node.page for node in self.scheduler.cache.tree.nodes()}
+        sampled = self.device.execute(plan) if plan.rows else []
+        assert not cached & self.device.written, "a page that others may read is written"
+        if spoil is not None and sampled:
+            sampled[spoil % len(sampled)][-1] = NON_FINITE
+        self.scheduler.abort(during)
+        self.batches += self.scheduler.update(sampled, 1.5, seconds)
+        self.scheduler.check_integrity()
+        return plan
+
+    def check(self, plan: StepPlan) -> None:
+        self.scheduler.check_integrity()
+        assert sum(row.count for row in plan.rows) <= self.scheduler.limits.step_tokens
+        slots = {row.slot for row in plan.rows}
+        assert len(slots) == len(plan.rows), "a slot in two rows"
+        admitted = [admit.slot for admit in plan.admits]
+        assert len(set(admitted)) == len(admitted)
+        updates = [(update.slot, update.index) for update in plan.page_updates]
+        assert len(set(updates)) == len(updates)
+        named = {*admitted, *(slot for slot, _ in updates)}
+        assert named <= slots, "something is left of a preempted sequence"
+        for queue in (self.scheduler.running, self.scheduler.waiting):
+            order = [self.order(s.request) for s in queue]
+            assert order == sorted(order), "first come, first served"
+        kinds = [bool(row.flags & RowFlag.PREFILL) for row in plan.rows]
+        assert kinds == sorted(kinds), "decode rows come first"
+        assert all(row.count > 0 for row in plan.rows)
+
+    def order(self, request: EngineRequest) -> tuple[int, int]:
+        return request.priority, self.arrivals.index(request.request_id)
+
+    def finish(self, most_steps: int = 5000) -> None:
+        for _ in range(most_steps):
+            if not self.scheduler.has_work:
+                return
+            assert self.step().opcode is Opcode.STEP, "work but no step"
+        raise AssertionError("the requests never end")
+
+    def ids(self, request: EngineRequest) -> tuple[int, ...]:
+        mine = [b for b in self.batches if b.request_id == request.request_id]
+        return tuple(token for batch in mine for token in batch.token_ids)
+
+    def reason(self, request: EngineRequest) -> FinishReason | None:
+        ends = [b.finish_reason for b in self.batches if b.request_id == request.request_id]
+        assert not any(ends[:-1]), "tokens after the end"
+        return ends[-1] if ends else None
+
+    def answer(self, *prompt: int, max_tokens: int = 4, **options: Any) -> TokenBatch:
+        """Runs one request alone to its end; its last batch. The answer must be right."""
+        one = EngineRequest(f"q{len(self.arrivals)}", prompt, max_tokens, **options)
+        self.add(one)
+        self.finish()
+        check_answers(self, [one])
+        return next(b for b in reversed(self.batches) if b.request_id == one.request_id)
+
+
+def check_answers(run: Run, requests: Iterable[EngineRequest]) -> None:
+    for one in requests:
+        assert run.ids(one) == expected_ids(one, run.scheduler.limits.context_tokens)
+        assert run.reason(one) in (FinishReason.LENGTH, FinishReason.STOP)
