@@ -170,14 +170,14 @@ class Rank:
             ) from error  # fmt: skip
 
     def _lead(self, runner: Runner) -> None:
-        scheduler = self.scheduler
+        scheduler, is_checked = self.scheduler, True
         assert scheduler is not None
         while not self._stop.is_set():
             self._drain_inbox(scheduler)
             plan = scheduler.schedule()
             self.comm.send_plan(encode(plan))
             if plan.opcode is Opcode.STEP:
-                before = self._step_seconds
+                before, is_checked = self._step_seconds, False
                 new_tokens = self._execute(runner, plan)
                 seconds = self._step_seconds - before
                 batches = scheduler.update(new_tokens, time.time(), seconds)
@@ -187,6 +187,9 @@ class Rank:
                     self._outbox.put(batches)
             elif scheduler.waiting:
                 raise RankError("requests wait but none can be scheduled", 0, self._step, "plan")
+            elif not is_checked:  # idle again: whatever was leaked would stay so
+                scheduler.check_integrity()
+                is_checked = True
         self.comm.send_plan(encode(StepPlan(Opcode.STOP, self.epoch, self._step)))
 
     def _follow(self, runner: Runner) -> None:
