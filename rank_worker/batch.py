@@ -9,7 +9,7 @@ from itertools import groupby
 import torch
 from torch import Tensor
 
-from rank_worker.step_plan import Row, RowFlag, StepPlan
+from rank_worker.step_plan import Row, RowFlag, StepPlan, score_count
 
 
 @dataclass(frozen=True)
@@ -76,6 +76,8 @@ class StepBatch(Noted):
     sample_positions: Tensor  # [S] int64, position of the sampled token
     all_sampled: bool  # sample_rows is 0..T-1
     sampled: tuple[Row, ...]  # R rows in order
+    score_rows: Tensor  # [P] int64 into T: prompt tokens whose next one is to be scored
+    score_targets: Tensor  # [P] int64, those next ones
     page_tables: Tensor = field(repr=False)  # [slots, max_pages] int64, of the whole rank
 
     @property
@@ -129,17 +131,24 @@ class BatchBuilder:
         if prefill:
             parts.append(int64(plan.token_ids))
         token_ids = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.assemble(plan.rows, token_ids, [] if plan.check else None)
+        return self.assemble(plan.rows, token_ids, [] if plan.check else None, plan.token_ids)
 
     def assemble(
-        self, rows: tuple[Row, ...], token_ids: Tensor, decisions: list[Tensor] | None
+        self,
+        rows: tuple[Row, ...],
+        token_ids: Tensor,
+        decisions: list[Tensor] | None,
+        scored_ids: Sequence[int] = (),
     ) -> StepBatch:
-        """The batch of `rows`, whose tokens are `token_ids` [T]."""
+        """The batch of `rows`, whose tokens are `token_ids` [T]. `scored_ids` are the prefill
+        rows' own, where rows may be scored.
+        """
         groups = tuple(self._groups(rows))
         prefill = tuple(self._prefill_rows(rows))
         positions = _positions(groups, prefill)
         sample = _sample_rows(rows)
         at = [index for index, _, _ in sample]
+        score, targets = _score_rows(rows, scored_ids)
         return StepBatch(
             decisions=decisions,
             token_ids=token_ids,
@@ -153,6 +162,8 @@ class BatchBuilder:
             sample_positions=int64([position for _, _, position in sample]),
             all_sampled=at == list(range(token_ids.shape[0])),
             sampled=tuple(row for row in rows if row.flags & RowFlag.SAMPLE),
+            score_rows=int64(score),
+            score_targets=int64(targets),
             page_tables=self.page_tables,
         )
 
@@ -243,3 +254,17 @@ def _sample_rows(rows: Sequence[Row]) -> list[tuple[int, Row, int]]:
             out += [(at + i, row, row.start + i + 1) for i in range(first, row.count)]
         at += row.count
     return out
+
+
+def _score_rows(rows: Sequence[Row], scored_ids: Sequence[int]) -> tuple[list[int], list[int]]:
+    """Indices in the flattened batch of the tokens that are scored, and the tokens after them."""
+    at = sum(row.count for row in rows if not row.flags & RowFlag.PREFILL)
+    score, targets, begin = list[int](), list[int](), 0
+    prefill = [row for row in rows if row.flags & RowFlag.PREFILL]
+    for row in prefill:
+        if count := score_count(row):
+            known = [*scored_ids[begin + 1 : begin + row.count], row.next_token]
+            score += range(at, at + count)
+            targets += known[:count]
+        begin, at = begin + row.count, at + row.count
+    return score, targets

@@ -26,6 +26,7 @@ from rank_worker.messages import (
     LoadProgress,
     RankSnapshot,
     TokenBatch,
+    TokenLogprob,
 )
 from rank_worker.rank import Rank
 from rank_worker.start_report import StartReport, start_report
@@ -49,6 +50,8 @@ class GenerationResult:
     ttft_s: float
     last_token_s: float
     error: str | None = None
+    logprobs: tuple[TokenLogprob, ...] = ()
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()
 
 
 OnProgress = Callable[[Sequence[LoadProgress]], None]
@@ -299,6 +302,8 @@ class _Record:
         self.submitted_s = time.time()
         self.first_s = self.last_s = 0.0
         self.token_ids: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+        self.prompt_logprobs: tuple[TokenLogprob, ...] = ()
         self.last: TokenBatch | None = None
 
     def add(self, batch: TokenBatch) -> None:
@@ -306,6 +311,8 @@ class _Record:
             self.first_s = batch.time_s
         self.last_s = batch.time_s
         self.token_ids += batch.token_ids
+        self.logprobs += batch.logprobs
+        self.prompt_logprobs += batch.prompt_logprobs
         self.last = batch
 
     def result(self) -> GenerationResult:
@@ -317,6 +324,7 @@ class _Record:
             len(self.request.prompt_ids), last.cached_tokens, last.draft_tokens,
             last.accepted_tokens, max(0.0, self.first_s - self.submitted_s),
             self.last_s - self.submitted_s, last.error_message,
+            tuple(self.logprobs), self.prompt_logprobs,
         )  # fmt: skip
 
 

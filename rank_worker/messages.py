@@ -39,7 +39,17 @@ class EngineRequest:
     stop_token_ids: tuple[int, ...] = ()
     ignore_eos: bool = False
     arrival_s: float = 0.0  # time.time() at the ingress
+    logprobs: int = -1  # with each token its log-probability and so many others; -1: none
+    prompt_logprobs: bool = False  # the same for the prompt; needs `logprobs`
     priority: int = 0  # the least waits least and is preempted last; equal ones by arrival
+
+
+@dataclass(frozen=True)
+class TokenLogprob:
+    """Of one token, and (id, log-probability) of the most probable ones at its place."""
+
+    logprob: float
+    top: tuple[tuple[int, float], ...] = ()
 
 
 @dataclass(frozen=True)
@@ -59,6 +69,8 @@ class TokenBatch:
     cached_tokens: int = 0
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    logprobs: tuple[TokenLogprob, ...] = ()  # one for each of `token_ids`, where asked for
+    prompt_logprobs: tuple[TokenLogprob, ...] = ()  # of the second prompt token on, once
 
 
 @dataclass(frozen=True)

@@ -31,8 +31,10 @@ class Outline:
 
     def admit(self, sequence: Sequence) -> None:
         """Hands `sequence` its slot and the pages that it has already."""
-        p, slot = sequence.request.sampling, sequence.slot
-        self.admits.append(Admit(slot, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.choice))
+        p, slot, logprobs = sequence.request.sampling, sequence.slot, sequence.request.logprobs
+        self.admits.append(
+            Admit(slot, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.choice, logprobs)
+        )
         self.pages += [PageUpdate(slot, i, page) for i, page in enumerate(sequence.pages)]
 
     def withdraw(self, sequence: Sequence) -> None:
@@ -60,5 +62,7 @@ def row_of(part: Part) -> tuple[Row, list[int]]:
         next_token = sequence.tokens[end]
     if not sequence.is_decode:
         flags |= RowFlag.PREFILL
+        if sequence.wants_scores:
+            flags |= RowFlag.SCORE
         token_ids = sequence.tokens[start:end]
     return Row(sequence.slot, start, part.count, flags, next_token), token_ids

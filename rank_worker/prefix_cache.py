@@ -23,6 +23,7 @@ MISS_REASONS = (
     "no_state",  # their pages are here, but no state was ever kept there
     "evicted",  # their pages made room for others
     "new",  # never seen
+    "scored",  # their log-probabilities were asked for
     "open_page",  # behind the last boundary that a hit of the prompt can end at
 )
 
@@ -82,6 +83,8 @@ class PrefixCache:
         last = (len(tokens) - 1) // self.page_tokens
         path = self.tree.match(tokens, last)
         hit = max((n.depth for n in path if self.cells.has(n)), default=0)
+        if sequence.wants_scores:  # what was computed before left no log-probabilities
+            hit = 0
         sequence.nodes = path[:hit]
         sequence.pages = [node.page for node in sequence.nodes]
         sequence.num_computed = sequence.num_hit = hit * self.page_tokens
@@ -175,6 +178,9 @@ class PrefixCache:
             reason = "evicted" if self.tree.was_evicted(path, tokens) else "new"
             counts.misses[reason] += (last - len(path)) * size
         lost = path[sequence.num_hit // size :]
+        if sequence.wants_scores:
+            counts.misses["scored"] += len(lost) * size
+            return
         reason = "state_dropped" if any(node.lost_state for node in lost) else "no_state"
         counts.misses[reason] += len(lost) * size
 

@@ -31,6 +31,7 @@ from rank_worker.model import parameter_dtype
 from rank_worker.parts import Parts
 from rank_worker.runner import Runner
 from rank_worker.scheduler import Scheduler, SchedulerLimits
+from rank_worker.step_logprobs import StepLogprobs
 from rank_worker.step_plan import Admit, Opcode, PageUpdate, Row, RowFlag, StepPlan, decode, encode
 from rank_worker.weights import WeightSource
 
@@ -178,9 +179,9 @@ class Rank:
             self.comm.send_plan(encode(plan))
             if plan.opcode is Opcode.STEP:
                 before, is_checked = self._step_seconds, False
-                new_tokens = self._execute(runner, plan)
+                new_tokens, logprobs = self._execute(runner, plan)
                 seconds = self._step_seconds - before
-                batches = scheduler.update(new_tokens, time.time(), seconds)
+                batches = scheduler.update(new_tokens, time.time(), seconds, logprobs)
                 if not scheduler.has_work:  # whoever gets the last batch finds the counters whole
                     self._read_counters(runner)
                 if batches:
@@ -202,11 +203,16 @@ class Rank:
             if plan.opcode is Opcode.STEP:
                 self._execute(runner, plan)
 
-    def _execute(self, runner: Runner, plan: StepPlan) -> list[list[int]]:
-        """Rank 0: the new tokens of each sampled row, the one host read of a step."""
+    def _execute(self, runner: Runner, plan: StepPlan) -> tuple[list[list[int]], StepLogprobs]:
+        """Rank 0: the new tokens of each sampled row, the one host read of a step.
+
+        Where a row asks for log-probabilities, they are read, too.
+        """
         began = time.perf_counter()
         sampled = runner.execute(plan)
-        host = sampled.tolist() if self.rank == 0 else []
+        host, logprobs = [], StepLogprobs()
+        if self.rank == 0:
+            host, logprobs = sampled.tolist(), sampled.read_logprobs()
         self._step = plan.step
         self._busy_steps += 1
         self._nonfinite_rows += sum(row[-1] < 0 for row in host)
@@ -214,7 +220,7 @@ class Rank:
         self._step_seconds += now - began
         if now - self._counters_read_s > COUNTER_INTERVAL_S:
             self._read_counters(runner)
-        return host
+        return host, logprobs
 
     def _read_counters(self, runner: Runner) -> None:
         """Counters live on the device; they are read between steps, seldom."""

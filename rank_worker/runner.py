@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 from torch import Tensor
@@ -12,20 +12,27 @@ from placement.ledger import SLOT_ROWS
 from rank_worker.batch import BatchBuilder, StepBatch
 from rank_worker.comm import Comm
 from rank_worker.draft import Drafter, DraftHead
+from rank_worker.logprobs import LogprobReader
 from rank_worker.model import Model
 from rank_worker.parts import Parts
 from rank_worker.sampler import Sampler
 from rank_worker.state_store import StateStore
+from rank_worker.step_logprobs import StepLogprobs
 from rank_worker.step_plan import INTO_SLOT, CopyKind, RowFlag, StateCopy, StepPlan
 from rank_worker.weights import WeightSource
 
 
 @dataclass(frozen=True)
 class Sampled:
-    """New tokens of R sampled rows, on the device: the first accepted[r] + 1 ids of row r."""
+    """New tokens of R sampled rows, on the device: the first accepted[r] + 1 ids of row r.
+
+    Log-probabilities are there when a row of the step asks for them.
+    """
 
     ids: Tensor  # [R, tokens] int64
     accepted: Tensor  # [R] int64, drafts of the row that the model would have sampled itself
+    logprobs: Tensor | None = None  # [S, 1 + 2 * top], of every sampled token, drafts included
+    scores: Tensor | None = None  # [P, 1 + 2 * top], of the prompt tokens that are scored
 
     def tolist(self) -> list[list[int]]:
         """New tokens of each row; reads the device once."""
@@ -33,6 +40,14 @@ class Sampled:
             return [[token] for token in self.ids.flatten().tolist()]
         packed = torch.cat([self.ids, self.accepted[:, None]], dim=1).tolist()
         return [row[: row[-1] + 1] for row in packed]
+
+    def read_logprobs(self) -> StepLogprobs:
+        """On the host; reads the device where there is something."""
+        sampled, scores = self.logprobs, self.scores
+        return StepLogprobs(
+            None if sampled is None else sampled.tolist(),
+            None if scores is None else scores.tolist(),
+        )
 
 
 class Runner:
@@ -57,6 +72,8 @@ class Runner:
         max_pages = -(-context_tokens // parts.page_tokens)
         self.builder = BatchBuilder(parts.num_slots, max_pages, parts.page_tokens, num_drafts)
         self.sampler = Sampler(parts.ops, comm, vocab_ranges, parts.num_slots)
+        self.logprobs = LogprobReader(comm, vocab_ranges[comm.rank][0])
+        self._num_logprobs = [-1] * parts.num_slots  # on the host, by slot
         self.drafter: Drafter | None = None
         if num_drafts:
             head = DraftHead(parts, source, self.model)
@@ -75,7 +92,9 @@ class Runner:
         ids = self.sampler.sample(
             logits, batch.sample_slots, batch.sample_slots_host, batch.sample_positions
         )
-        sampled = self._settle(batch, ids)
+        logprobs, scores = self._read_logprobs(batch, logits, streams, ids)
+        settled = self._settle(batch, ids)
+        sampled = replace(settled, logprobs=logprobs, scores=scores)
         if self.drafter is not None:
             self.drafter.propose(plan.rows, batch, streams, ids, sampled.accepted)
         if plan.check:
@@ -93,6 +112,7 @@ class Runner:
         for admit in plan.admits:
             self._reset_slot(admit.slot)
             self.sampler.admit(admit)
+            self._num_logprobs[admit.slot] = admit.num_logprobs
         for copy in into_slots:
             self._copy(copy)
 
@@ -107,6 +127,22 @@ class Runner:
         self.model.reset_slot(slot)
         if self.drafter is not None:
             self.drafter.head.reset_slot(slot)
+
+    def _read_logprobs(
+        self, batch: StepBatch, logits: Tensor, streams: Tensor, ids: Tensor
+    ) -> tuple[Tensor | None, Tensor | None]:
+        top = max((self._num_logprobs[slot] for slot in batch.sample_slots_host), default=-1)
+        logprobs = self.logprobs.read(logits, ids, top) if top >= 0 else None
+        count = batch.score_rows.shape[0]
+        if not count:
+            return logprobs, None
+
+        def logits_of(begin: int, end: int) -> Tensor:
+            rows = streams.index_select(0, batch.score_rows[begin:end])
+            return self.model.logits(self.model.final_site, rows)
+
+        top = max(0, *(self._num_logprobs[row.slot] for row in batch.prefill))
+        return logprobs, self.logprobs.score(count, logits_of, batch.score_targets, top)
 
     def _settle(self, batch: StepBatch, ids: Tensor) -> Sampled:
         """Decides which drafts stay, commits them to the state, and keeps each row's last token.

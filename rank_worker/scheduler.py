@@ -14,13 +14,14 @@ from operator import attrgetter
 
 from placement.errors import ConfigError
 from rank_worker.draft_gain import DraftCost
-from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
+from rank_worker.messages import EngineRequest, FinishReason, TokenBatch, TokenLogprob
 from rank_worker.outline import Outline, Part, row_of
 from rank_worker.pacing import Pacer
 from rank_worker.pages import PagePool
 from rank_worker.prefix_cache import PrefixCache
 from rank_worker.sequence import Sequence
-from rank_worker.step_plan import Opcode, PageUpdate, Row, RowFlag, StepPlan
+from rank_worker.step_logprobs import StepLogprobs
+from rank_worker.step_plan import Opcode, PageUpdate, Row, RowFlag, StepPlan, score_count
 
 NON_FINITE = -1  # sampled in place of a token when a row's logits are not finite
 _ORDER = attrgetter("order")
@@ -108,7 +109,11 @@ class Scheduler:
         return self._finish_plan(outline)
 
     def update(
-        self, sampled: Seq[Seq[int]], now_s: float = 0.0, seconds: float = 0.0
+        self,
+        sampled: Seq[Seq[int]],
+        now_s: float = 0.0,
+        seconds: float = 0.0,
+        logprobs: StepLogprobs | None = None,
     ) -> list[TokenBatch]:
         """Commits the step in flight, which took `seconds`.
 
@@ -116,20 +121,26 @@ class Scheduler:
         draft that was accepted.
         """
         batches: list[TokenBatch] = []
-        results = iter(sampled)
+        results, read = iter(sampled), logprobs or StepLogprobs()
         self._note_time(seconds)
         for sequence, row in self._in_flight:
-            tokens = next(results) if row.flags & RowFlag.SAMPLE else ()
+            top = sequence.request.logprobs
+            scores = read.take_scored(score_count(row), top)
+            tokens, told = list[int](), list[TokenLogprob]()
+            if row.flags & RowFlag.SAMPLE:
+                tokens, told = list(next(results)), read.take_sampled(row, top)
             if sequence.slot < 0:  # aborted while the step ran
                 continue
             is_round = bool(row.flags & RowFlag.DRAFT)
             self.prompt_tokens += max(0, min(sequence.num_prompt - row.start, row.count))
             sequence.num_computed = row.start + (len(tokens) if is_round else row.count)
             sequence.has_drafts = bool(row.flags & RowFlag.PROPOSE)
+            if row.flags & RowFlag.SCORE:
+                sequence.add_scores(row.start, scores)
             if is_round:
                 self._note_round(sequence, len(tokens) - 1)
             if tokens:
-                batches.append(self._accept(sequence, tokens, now_s))
+                batches.append(self._accept(sequence, tokens, told, now_s))
             else:
                 self.cache.publish(sequence)
         self._in_flight = []
@@ -156,7 +167,9 @@ class Scheduler:
             if sequence.gain.is_lost:
                 sequence.is_drafting = sequence.has_drafts = False
 
-    def _accept(self, sequence: Sequence, tokens: Seq[int], now_s: float) -> TokenBatch:
+    def _accept(
+        self, sequence: Sequence, tokens: Seq[int], told: Seq[TokenLogprob], now_s: float
+    ) -> TokenBatch:
         """Takes `tokens` up to the one that ends the sequence; the others never were."""
         name = sequence.request.request_id
         taken: list[int] = []
@@ -185,7 +198,8 @@ class Scheduler:
             name, tuple(taken), reason, now_s, "non_finite" if is_bad else None,
             text if is_bad else None, prompt_tokens=sequence.num_prompt,
             cached_tokens=sequence.cached_tokens, draft_tokens=sequence.draft_tokens,
-            accepted_tokens=sequence.accepted_tokens,
+            accepted_tokens=sequence.accepted_tokens, logprobs=tuple(told[: len(taken)]),
+            prompt_logprobs=sequence.take_scores(),
         )  # fmt: skip
 
     def _add_decode(self, outline: Outline, sequence: Sequence) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from rank_worker.draft_gain import DraftGain
-from rank_worker.messages import EngineRequest, FinishReason
+from rank_worker.messages import EngineRequest, FinishReason, TokenLogprob
 from rank_worker.prefix_tree import Node
 
 
@@ -30,6 +30,8 @@ class Sequence:
     has_drafts: bool = False  # its slot holds drafts of the tokens that follow
     draft_tokens: int = 0  # verified so far
     accepted_tokens: int = 0  # of them part of the answer
+    prompt_logprobs: list[TokenLogprob] = field(default_factory=list)
+    scores_told: bool = False
     gain: DraftGain = field(default_factory=DraftGain)
 
     @classmethod
@@ -53,6 +55,23 @@ class Sequence:
     @property
     def is_decode(self) -> bool:
         return self.num_pending == 1 and self.last_on_device
+
+    @property
+    def wants_scores(self) -> bool:
+        """True while prompt tokens lack their log-probability."""
+        return self.request.prompt_logprobs and len(self.prompt_logprobs) < self.num_prompt - 1
+
+    def add_scores(self, start: int, scores: list[TokenLogprob]) -> None:
+        """Those of the prompt tokens from `start + 1` on; a resumed prompt is scored again."""
+        del self.prompt_logprobs[start:]
+        self.prompt_logprobs += scores[: self.num_prompt - 1 - start]
+
+    def take_scores(self) -> tuple[TokenLogprob, ...]:
+        """All scores of the prompt, with the first token of the answer."""
+        if self.scores_told:
+            return ()
+        self.scores_told = True
+        return tuple(self.prompt_logprobs)
 
     def room(self, count: int) -> int:
         """`count` tokens, or as many as are left before the state has to be kept."""

@@ -14,9 +14,9 @@ import numpy as np
 
 from placement.errors import RankError
 
-VERSION = 3
+VERSION = 4
 _HEADER_WORDS = 10
-_ADMIT_WORDS = 8
+_ADMIT_WORDS = 9
 _PAGE_WORDS = 3
 _COPY_WORDS = 3
 _ROW_WORDS = 5
@@ -37,6 +37,7 @@ class RowFlag(IntFlag):
     DRAFT = 4  # the slot's last token and its drafts, all of them to be verified
     ENTER = 8  # the row's tokens enter the draft head's cache
     PROPOSE = 16  # new drafts are made for the slot; needs SAMPLE and ENTER
+    SCORE = 32  # log-probabilities of the tokens that follow each of the row's, where known
 
 
 @dataclass(frozen=True)
@@ -50,6 +51,7 @@ class Admit:
     min_p: float
     seed: int
     choice: int
+    num_logprobs: int = -1  # candidates reported beside each token's; -1: nothing is reported
 
 
 class CopyKind(IntEnum):
@@ -94,6 +96,11 @@ class Row:
     next_token: int = 0
 
 
+def score_count(row: Row) -> int:
+    """Tokens of a row that are scored: all whose next one is known."""
+    return row.count - bool(row.flags & RowFlag.SAMPLE) if row.flags & RowFlag.SCORE else 0
+
+
 @dataclass(frozen=True)
 class StepPlan:
     opcode: Opcode
@@ -124,7 +131,7 @@ def encode(plan: StepPlan) -> np.ndarray:
     for a in plan.admits:
         t, p, m = _float_bits([a.temperature, a.top_p, a.min_p]).tolist()
         low, high = np.asarray([a.seed & 0xFFFFFFFFFFFFFFFF], np.uint64).view(np.int32).tolist()
-        words += [a.slot, t, a.top_k, p, m, low, high, a.choice]
+        words += [a.slot, t, a.top_k, p, m, low, high, a.choice, a.num_logprobs]
     for u in plan.page_updates:
         words += [u.slot, u.index, u.page]
     for r in plan.rows:
@@ -169,7 +176,7 @@ def _take(words: np.ndarray, at: int, count: int, size: int) -> tuple[np.ndarray
 
 
 def _admit(record: np.ndarray) -> Admit:
-    slot, _, top_k, _, _, _, _, choice = record.tolist()
+    slot, _, top_k, _, _, _, _, choice, num_logprobs = record.tolist()
     temperature, _, top_p, min_p = record[1:5].view(np.float32).tolist()
     seed = int(np.ascontiguousarray(record[5:7]).view(np.uint64)[0])
-    return Admit(slot, temperature, top_k, top_p, min_p, seed, choice)
+    return Admit(slot, temperature, top_k, top_p, min_p, seed, choice, num_logprobs)
