@@ -19,6 +19,8 @@ def merge(first: TokenBatch, second: TokenBatch) -> TokenBatch:
     return replace(
         second,
         token_ids=first.token_ids + second.token_ids,
+        logprobs=first.logprobs + second.logprobs,
+        prompt_logprobs=first.prompt_logprobs + second.prompt_logprobs,
         prompt_tokens=max(first.prompt_tokens, second.prompt_tokens),
         cached_tokens=max(first.cached_tokens, second.cached_tokens),
         draft_tokens=max(first.draft_tokens, second.draft_tokens),
