@@ -93,6 +93,42 @@ class LoadProgress:
 
 
 @dataclass(frozen=True)
+class DraftFigures:
+    """What drafts bring, over all rounds since the gang's start. Rank 0's."""
+
+    drafts_per_step: int = 0  # 0: off
+    acceptance_by_position: tuple[float, ...] = ()  # share of rounds that kept each draft
+    tokens_per_round: float | None = None  # None before the first round
+    estimated_speedup: float | None = None  # rate of decoding over that without drafts
+
+
+@dataclass(frozen=True)
+class CopyFigures:
+    """Copies of states of one kind on one rank, as last counted between two steps."""
+
+    count: int
+    bytes: int
+    seconds: float  # on the device, of those that it is done with
+
+
+@dataclass(frozen=True)
+class PrefixFigures:
+    """Reuse of prompt prefixes. Bytes and copies are each rank's own, all else is rank 0's."""
+
+    queries: int = 0  # tokens looked up: hits and misses add up to them
+    hits: int = 0
+    misses: dict[str, int] = field(default_factory=dict)  # reason -> tokens
+    hit_rate: float | None = None  # None before the first query
+    evicted_pages: int = 0
+    cached_pages: int = 0  # that a later prompt can find
+    events: dict[str, int] = field(default_factory=dict)  # what became of states -> how often
+    states: dict[str, int] = field(default_factory=dict)  # tier -> states that are kept now
+    cells: dict[str, int] = field(default_factory=dict)  # tier -> states that have room
+    cell_bytes: dict[str, int] = field(default_factory=dict)  # tier -> bytes of all its cells
+    copies: dict[str, CopyFigures] = field(default_factory=dict)  # kind of copy -> figures
+
+
+@dataclass(frozen=True)
 class RankSnapshot:
     """Figures of one rank at one moment; counters only grow within one `epoch`."""
 
@@ -121,6 +157,11 @@ class RankSnapshot:
     warm_step_seconds: float = 0.0  # a decode step of one row, measured before serving
     expert_tokens: int = 0  # token-expert pairs this rank computed, warm-up left out
     nonfinite_rows: int = 0
+    prefill_owed_seconds: float = 0.0  # see rank_worker.pacing
+    integrity_checks: int = 0  # of pages, slots and states, that passed
+    recurrent_dtype: str = ""  # of recurrent states; empty where the model has none
+    drafts: DraftFigures = DraftFigures()
+    prefix_cache: PrefixFigures = field(default_factory=PrefixFigures)
     memory_bytes: dict[str, int] = field(default_factory=dict)  # ledger row -> measured bytes
 
     @property

@@ -26,11 +26,26 @@ from placement.spec import Axis
 from rank_worker.comm import Comm, LocalComm, make_comm
 from rank_worker.device import open_device
 from rank_worker.loader import LoadCounter, Loader
-from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
+from rank_worker.messages import (
+    CopyFigures,
+    EngineRequest,
+    LoadProgress,
+    PrefixFigures,
+    RankSnapshot,
+    TokenBatch,
+)
 from rank_worker.model import parameter_dtype
 from rank_worker.parts import Parts
+from rank_worker.rank_figures import (
+    copy_figures,
+    draft_figures,
+    prefix_figures,
+    recurrent_dtype,
+)
 from rank_worker.runner import Runner
 from rank_worker.scheduler import Scheduler, SchedulerLimits
+from rank_worker.slot_names import SlotNames
+from rank_worker.step_error import step_error
 from rank_worker.step_logprobs import StepLogprobs
 from rank_worker.step_plan import Admit, Opcode, PageUpdate, Row, RowFlag, StepPlan, decode, encode
 from rank_worker.weights import WeightSource
@@ -59,9 +74,12 @@ class Rank:
         self._busy_steps = 0
         self._step_seconds = 0.0
         self._nonfinite_rows = 0
+        self._integrity_checks = 0
+        self._names = SlotNames()
         self._weight_bytes: dict[str, int] = {}
         self._warm_step_seconds = 0.0
         self._expert_counts: list[list[int]] = []
+        self._copies: dict[str, CopyFigures] = {}
         self._counters_read_s = 0.0
 
     def listen(self) -> int:
@@ -177,6 +195,8 @@ class Rank:
             self._drain_inbox(scheduler)
             plan = scheduler.schedule()
             self.comm.send_plan(encode(plan))
+            if plan.admits:
+                self.comm.send_plan(self._names.tell(plan.admits, scheduler.running))
             if plan.opcode is Opcode.STEP:
                 before, is_checked = self._step_seconds, False
                 new_tokens, logprobs = self._execute(runner, plan)
@@ -189,30 +209,53 @@ class Rank:
             elif scheduler.waiting:
                 raise RankError("requests wait but none can be scheduled", 0, self._step, "plan")
             elif not is_checked:  # idle again: whatever was leaked would stay so
-                scheduler.check_integrity()
+                self._check_integrity(scheduler)
+                self._read_counters(runner)
                 is_checked = True
         self.comm.send_plan(encode(StepPlan(Opcode.STOP, self.epoch, self._step)))
 
+    def _check_integrity(self, scheduler: Scheduler) -> None:
+        try:
+            scheduler.check_integrity()
+        except AssertionError as error:
+            raise RankError(
+                f"rank 0 lost track of pages, slots or kept states by step {self._step}: {error}; "
+                "the gang is restarted",
+                rank=0, step=self._step, phase="integrity",
+            ) from error  # fmt: skip
+        self._integrity_checks += 1
+
     def _follow(self, runner: Runner) -> None:
+        is_counted = True
         while True:
             plan = decode(self.comm.receive_plan())
             if plan.opcode is Opcode.STOP:
                 return
             if plan.epoch != self.epoch:
                 raise RankError(f"plan of epoch {plan.epoch}, not {self.epoch}", self.rank)
+            if plan.admits:
+                self._names.hear(plan.admits, self.comm.receive_plan())
             if plan.opcode is Opcode.STEP:
                 self._execute(runner, plan)
+                is_counted = False
+            elif not is_counted:
+                self._read_counters(runner)
+                is_counted = True
 
     def _execute(self, runner: Runner, plan: StepPlan) -> tuple[list[list[int]], StepLogprobs]:
         """Rank 0: the new tokens of each sampled row, the one host read of a step.
 
-        Where a row asks for log-probabilities, they are read, too.
+        Where a row asks for log-probabilities, they are read, too. RankError with rank, step, phase
+        and requests for whatever goes wrong in it.
         """
         began = time.perf_counter()
-        sampled = runner.execute(plan)
         host, logprobs = [], StepLogprobs()
-        if self.rank == 0:
-            host, logprobs = sampled.tolist(), sampled.read_logprobs()
+        try:
+            sampled = runner.execute(plan)
+            if self.rank == 0:
+                host, logprobs = sampled.tolist(), sampled.read_logprobs()
+        except Exception as error:
+            raise step_error(error, self.rank, plan, self._names) from error
         self._step = plan.step
         self._busy_steps += 1
         self._nonfinite_rows += sum(row[-1] < 0 for row in host)
@@ -226,6 +269,7 @@ class Rank:
         """Counters live on the device; they are read between steps, seldom."""
         self._counters_read_s = time.perf_counter()
         self._expert_counts = runner.expert_counts()
+        self._copies = copy_figures(runner.store)
 
     def _drain_inbox(self, scheduler: Scheduler) -> None:
         """Takes all that arrived; waits for a heartbeat interval when there is nothing to do."""
@@ -306,8 +350,19 @@ class Rank:
             warm_step_seconds=self._warm_step_seconds,
             expert_tokens=self._expert_tokens(),
             nonfinite_rows=self._nonfinite_rows,
+            prefill_owed_seconds=scheduler.pacer.owed_s if scheduler else 0.0,
+            integrity_checks=self._integrity_checks,
+            recurrent_dtype=recurrent_dtype(runner.model) if runner else "",
+            drafts=draft_figures(scheduler),
+            prefix_cache=self._prefix_figures(),
             memory_bytes=memory,
         )
+
+    def _prefix_figures(self) -> PrefixFigures:
+        if self.runner is None:
+            return PrefixFigures()
+        cache = self.scheduler.cache if self.scheduler else None
+        return prefix_figures(self.runner.store, self._copies, cache)
 
     def expert_counts(self) -> list[list[int]]:
         """Tokens routed to each expert of each layer since the start, the same on every rank."""

@@ -311,5 +311,6 @@ def test_an_error_inside_a_step_names_rank_and_step(gang_of: MakeGang, failing: 
         gang.model(failing).forward = broken
         assert gang.run(request("after", 20, 2)) == {}
     assert sorted(gang.errors) == [0, 1]
-    assert str(gang.errors[failing]) == f"rank {failing} failed in step 2: ValueError: a bug"
+    where = f"rank {failing} failed in step 3 (phase step) of request after"
+    assert str(gang.errors[failing]) == f"{where}: ValueError: a bug"
     assert isinstance(gang.errors[1 - failing], RankError)
