@@ -108,8 +108,55 @@ METRICS: tuple[MetricSpec, ...] = (
     ),
     MetricSpec("nrank_prompt_tokens_total", _C, "Prompt tokens of served requests", _MODEL),
     MetricSpec("nrank_generation_tokens_total", _C, "Tokens generated", _MODEL),
-    MetricSpec("nrank_prefix_cache_queries_total", _C, "Prompt tokens looked up", _MODEL),
-    MetricSpec("nrank_prefix_cache_hits_total", _C, "Prompt tokens found", _MODEL),
+    MetricSpec(
+        "nrank_prefix_cache_queries_total",
+        _C,
+        "Tokens looked up when a sequence starts or resumes: hits and misses",
+        _MODEL,
+    ),
+    MetricSpec("nrank_prefix_cache_hits_total", _C, "Tokens found", _MODEL),
+    MetricSpec(
+        "nrank_prefix_cache_misses_total",
+        _C,
+        "Tokens not found: state_dropped and evicted made room for others, no_state was never "
+        "kept, open_page is behind the last full page, new was never seen",
+        (*_MODEL, "reason"),
+    ),
+    MetricSpec("nrank_prefix_cache_evicted_pages_total", _C, "Pages that made room", _MODEL),
+    MetricSpec("nrank_prefix_cache_pages", _G, "Pages that a later prompt can find", _MODEL),
+    MetricSpec(
+        "nrank_prefix_cache_states", _G, "Recurrent states that are kept", (*_MODEL, "tier")
+    ),
+    MetricSpec(
+        "nrank_prefix_cache_state_capacity",
+        _G,
+        "Recurrent states that have room",
+        (*_MODEL, "tier"),
+    ),
+    MetricSpec(
+        "nrank_prefix_cache_state_bytes",
+        _G,
+        "Memory set aside for kept states; on the device part of the ledger's rows",
+        ("rank", "tier"),
+        "bytes",
+    ),
+    MetricSpec(
+        "nrank_prefix_cache_state_events_total",
+        _C,
+        "States saved, spilled to the host, restored from the device, fetched from the host, "
+        "dropped to make room",
+        (*_MODEL, "event"),
+    ),
+    MetricSpec(
+        "nrank_state_copy_bytes_total", _C, "Bytes of copied states", ("rank", "kind"), "bytes"
+    ),
+    MetricSpec(
+        "nrank_state_copy_seconds",
+        _S,
+        "Time of copies of states on the device; the latest may be missing in the sum",
+        ("rank", "kind"),
+        "seconds",
+    ),
     MetricSpec("nrank_spec_decode_drafts_total", _C, "Rows that checked drafts", _MODEL),
     MetricSpec("nrank_spec_decode_draft_tokens_total", _C, "Draft tokens checked", _MODEL),
     MetricSpec("nrank_spec_decode_accepted_tokens_total", _C, "Draft tokens accepted", _MODEL),
@@ -118,6 +165,26 @@ METRICS: tuple[MetricSpec, ...] = (
         _C,
         "Rows that accepted the draft at this position, from 0",
         (*_MODEL, "position"),
+    ),
+    MetricSpec(
+        "nrank_spec_decode_estimated_speedup_ratio",
+        _G,
+        "Rate of decoding over that without drafts, from acceptance and times of steps",
+        _MODEL,
+        "ratio",
+    ),
+    MetricSpec(
+        "nrank_prefill_owed_seconds",
+        _G,
+        "Time that running answers get before prefill goes on",
+        _MODEL,
+        "seconds",
+    ),
+    MetricSpec(
+        "nrank_integrity_checks_total",
+        _C,
+        "Checks of pages, slots and kept states that passed; a failed one restarts the gang",
+        _MODEL,
     ),
     MetricSpec("nrank_preemptions_total", _C, "Sequences preempted", _MODEL),
     MetricSpec("nrank_nonfinite_rows_total", _C, "Logit rows that weren't finite", _MODEL),
@@ -260,8 +327,6 @@ class EngineMetrics:
         self._count("nrank_generation_tokens_total", new)
         if not request.started:
             request.started = True
-            self._count("nrank_prefix_cache_queries_total", batch.prompt_tokens)
-            self._count("nrank_prefix_cache_hits_total", batch.cached_tokens)
             self._observe("nrank_time_to_first_token_seconds", now_s - request.arrival_s)
         else:
             for _ in range(new):
