@@ -28,7 +28,6 @@ IGNORED_FIELDS = frozenset(
         "verbosity",
         "parallel_tool_calls",
         "spaces_between_special_tokens",
-        "priority",
     }
 )
 
@@ -93,7 +92,10 @@ class StreamOptions(BaseModel):
 
 
 class GenerationBody(BaseModel):
-    """Fields that both routes share. A null field is an absent one (dropped before parsing)."""
+    """Fields that both routes share. A null field is an absent one (dropped before parsing).
+
+    Of waiting requests the one with the least `priority` goes first, and it is preempted last.
+    """
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
@@ -108,6 +110,7 @@ class GenerationBody(BaseModel):
     stop: str | list[str] = Field(default_factory=list)
     stop_token_ids: list[Annotated[int, Field(ge=0)]] = Field(default_factory=list)
     ignore_eos: bool = False
+    priority: Annotated[int, Field(ge=-(2**63), lt=2**63)] = 0
     skip_special_tokens: bool = True
     stream: bool = False
     stream_options: StreamOptions | None = None

@@ -53,6 +53,7 @@ class ValidRequest:
     stops: tuple[str, ...]
     end_token_ids: tuple[int, ...]
     ignore_eos: bool
+    priority: int
     skip_special_tokens: bool
     stream: bool
     include_usage: bool
@@ -82,6 +83,7 @@ class ValidRequest:
             stop_token_ids=self.end_token_ids,
             ignore_eos=self.ignore_eos,
             arrival_s=arrival_s,
+            priority=self.priority,
         )
 
 
@@ -237,6 +239,7 @@ def _request(
             dict.fromkeys([*body.stop_token_ids, *(() if body.ignore_eos else card.eos_token_ids)])
         ),
         ignore_eos=body.ignore_eos,
+        priority=body.priority,
         skip_special_tokens=body.skip_special_tokens,
         stream=body.stream,
         include_usage=_include_usage(body),

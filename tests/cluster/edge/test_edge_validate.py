@@ -56,6 +56,11 @@ def refusal(body: dict[str, Any], card: ModelCard, tokenizer: Tokenizer) -> Clie
         ("stream", "yes"),
         ("stream_options", {"include_usage": True}),
         ("ignore_eos", 1),
+        ("priority", "1"),
+        ("priority", 0.5),
+        ("priority", True),
+        ("priority", [1]),
+        ("priority", 2**63),
         ("messages", []),
         ("messages", "hi"),
         ("chat_template_kwargs", {"messages": []}),
@@ -109,6 +114,21 @@ def test_off_values_nulls_unknown_and_ignored_fields_change_nothing(
     plain = valid_chat({**CHAT, "seed": 1}, card, tokenizer)
     raw = parse_json(json.dumps({**CHAT, **nulls, **off, **extra, "seed": 1}).encode())
     assert valid_chat(raw, card, tokenizer) == plain
+
+
+@pytest.mark.parametrize("body", [CHAT, {**TEXT, "prompt": ["a", "b"]}])
+@pytest.mark.parametrize(("given", "expected"), [({}, 0), ({"priority": -3}, -3)])
+def test_every_choice_has_the_priority_of_its_request(
+    card: ModelCard,
+    tokenizer: Tokenizer,
+    body: dict[str, Any],
+    given: dict[str, int],
+    expected: int,
+) -> None:
+    validate = valid_chat if "messages" in body else valid_completion
+    valid = validate({**body, **given, "n": 2}, card, tokenizer)
+    made = [valid.engine_request("r", choice, 1.0) for choice in range(valid.num_choices)]
+    assert {one.priority for one in made} == {expected}
 
 
 def test_every_known_field_has_one_fate() -> None:
