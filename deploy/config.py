@@ -50,7 +50,7 @@ class ServeConfig(BaseModel):
     prefix_bytes: int = Field(-1, ge=-1)  # of each rank for kept states; -1: two a sequence
     prefix_host_bytes: int = Field(-1, ge=-1)  # in host memory; -1: four times as many
     prefix_interval_tokens: int = Field(512, ge=1)  # a state is kept at least this often
-    decode_share: float = Field(0.5, ge=0, lt=1)  # of their rate that answers keep beside prefill
+    decode_share: float = Field(0.55, ge=0, lt=1)  # of their rate that answers keep beside prefill
     check_interval_steps: int = Field(64, ge=1)
     check_contracts: bool = False
     comm: Literal["auto", "shm", "gloo"] = "auto"

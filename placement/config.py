@@ -29,7 +29,7 @@ class EngineConfig:
     prefix_bytes: int = -1  # of each rank for states of prefixes; -1: two a sequence
     prefix_host_bytes: int = -1  # the same in host memory; -1: four times the device's states
     prefix_interval_tokens: int = 512  # a state is kept at least this often
-    decode_share: float = 0.5  # of their own rate that running answers keep beside prefill
+    decode_share: float = 0.55  # of their own rate that running answers keep beside prefill
     check_interval_steps: int = 64  # decisions of all ranks are compared this often
     check_contracts: bool = False  # ops verify ids, slots and shapes before they run
     comm: str = "auto"  # auto | shm | gloo | nccl | hccl
