@@ -70,6 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         for answer in answers:
             print(answer.printable())
+        report_reuse(answers)
     return report_errors(answers)
 
 
@@ -86,11 +87,20 @@ def generate(
     with launch_engine(config, display.update if display else None) as engine:
         if display is not None:
             display.clear()
-            print(f"nrank: {engine.start_report().text()}", file=sys.stderr)
+            for line in engine.start_report().lines():
+                print(f"nrank: {line}", file=sys.stderr)
         results = engine.generate(requests)
         stats = engine.stats()
     pairs = zip(jobs, results, strict=True)
     return [Answer.make(job, result, limits) for job, result in pairs], stats
+
+
+def report_reuse(answers: list[Answer]) -> None:
+    """Says how much of the prompts was not computed again, if anything."""
+    cached = sum(answer.cached_tokens for answer in answers)
+    if cached:
+        prompt = sum(len(answer.prompt_ids) for answer in answers)
+        print(f"nrank: {cached} of {prompt} prompt tokens were cached", file=sys.stderr)
 
 
 def report_errors(answers: list[Answer]) -> int:

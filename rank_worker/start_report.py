@@ -6,7 +6,7 @@ Owns the comparison only: the plan and the ranks' snapshots come in.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from placement.explain import format_bytes
 from placement.plan import Plan
@@ -14,6 +14,7 @@ from placement.roofline import StepEstimate
 from rank_worker.messages import RankSnapshot
 
 CACHE_ROWS = ("kv_pages", "index_pages")  # bytes of a step that grow with the context
+DRAFT_ROWS = ("mtp_weights", "mtp_state")
 
 
 @dataclass(frozen=True)
@@ -26,6 +27,14 @@ class RankBytes:
 
 
 @dataclass(frozen=True)
+class PrefixTier:
+    """Kept states of one tier: as many on every rank, and the bytes that each rank set aside."""
+
+    states: int
+    rank_bytes: tuple[int, ...]
+
+
+@dataclass(frozen=True)
 class StartReport:
     """`measured_step_s` is a warm-up decode step of one sequence with hardly any context, on the
     slowest rank; `estimated_step_s` the roofline of such a step, a bound from below.
@@ -35,9 +44,38 @@ class StartReport:
     measured_step_s: float
     slowest_rank: int
     ranks: tuple[RankBytes, ...]
+    recurrent_dtype: str = ""
+    prefix_tiers: dict[str, PrefixTier] = field(default_factory=dict)  # device, host
+    drafts_per_step: int = 0
+    draft_bytes: tuple[int, ...] = ()  # of the draft head on each rank, with its cache
 
     def text(self) -> str:
-        """One line."""
+        return "\n".join(self.lines())
+
+    def lines(self) -> tuple[str, ...]:
+        """One for the step and all memory, and one each for reuse and drafts, where told."""
+        told = [self._step()]
+        if self.prefix_tiers:
+            told.append(f"prefix cache: {self._tiers()}")
+        if self.draft_bytes:
+            told.append(f"multi-token prediction: {self._drafts()}")
+        return tuple(told)
+
+    def _tiers(self) -> str:
+        if not any(tier.states for tier in self.prefix_tiers.values()):
+            return "off"
+        tiers = ", ".join(
+            f"{tier.states} states on the {name} ({_by_rank(tier.rank_bytes)})"
+            for name, tier in self.prefix_tiers.items()
+        )
+        return f"{tiers}, recurrent parts in {self.recurrent_dtype}"
+
+    def _drafts(self) -> str:
+        if not self.drafts_per_step:
+            return "off"
+        return f"{self.drafts_per_step} drafts a step, draft head {_by_rank(self.draft_bytes)}"
+
+    def _step(self) -> str:
         sizes = ", ".join(
             f"rank {one.rank} {format_bytes(one.planned_bytes)} and "
             f"{format_bytes(one.measured_bytes)}"
@@ -65,7 +103,25 @@ def start_report(plan: Plan, snapshots: Sequence[RankSnapshot]) -> StartReport:
             )
             for one in snapshots
         ),
+        recurrent_dtype=slow.recurrent_dtype,
+        prefix_tiers=_prefix_tiers(snapshots),
+        drafts_per_step=snapshots[0].drafts.drafts_per_step,
+        draft_bytes=tuple(
+            sum(one.memory_bytes.get(row, 0) for row in DRAFT_ROWS) for one in snapshots
+        ),
     )
+
+
+def _prefix_tiers(snapshots: Sequence[RankSnapshot]) -> dict[str, PrefixTier]:
+    figures = [one.prefix_cache for one in snapshots]
+    return {
+        tier: PrefixTier(states, tuple(one.cell_bytes.get(tier, 0) for one in figures))
+        for tier, states in figures[0].cells.items()
+    }
+
+
+def _by_rank(sizes: Sequence[int]) -> str:
+    return ", ".join(f"rank {rank} {format_bytes(size)}" for rank, size in enumerate(sizes))
 
 
 def short_step_s(estimate: StepEstimate) -> float:

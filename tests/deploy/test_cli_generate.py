@@ -102,6 +102,24 @@ def test_drafts_change_rates_and_nothing_else(generate: Generate) -> None:
     assert sum(some.values()) == stats["draft_tokens"]
 
 
+def test_a_repeated_prompt_is_reported_as_cached(
+    capsys: pytest.CaptureFixture[str], generate: Generate, tmp_path: Path
+) -> None:
+    """One sequence at a time, so that the second request finds what the first one left."""
+    path = tmp_path / "requests.jsonl"
+    path.write_text('{"prompt": "One two three four five six."}\n' * 2)
+    flags = ("--requests", path, "--max-tokens", 1, "--sequences", 1, "--page-tokens", 4)
+    first, again = (result["usage"] for result in generate(*flags)["results"])
+    assert first["prompt_tokens_details"] == {"cached_tokens": 0}
+    cached = again["prompt_tokens_details"]["cached_tokens"]
+    assert cached == (again["prompt_tokens"] - 1) // 4 * 4 > 0
+    assert cli.main(["generate", *map(str, flags)]) == 0
+    total = 2 * again["prompt_tokens"]
+    assert f"nrank: {cached} of {total} prompt tokens were cached\n" in capsys.readouterr().err
+    assert cli.main(["generate", *map(str, flags), "--prefix-cache", "off"]) == 0
+    assert "cached" not in capsys.readouterr().err
+
+
 def test_requests_run_together_and_answer_in_order(generate: Generate, tmp_path: Path) -> None:
     prompt = generate("--chat", CHAT, "--max-tokens", 1)["prompt_ids"]
     lines = [

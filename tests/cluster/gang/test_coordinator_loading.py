@@ -6,6 +6,7 @@ import asyncio
 import logging
 import threading
 from collections.abc import Callable, Coroutine, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +21,7 @@ from placement.models.registry import load_model_spec
 from placement.plan import make_plan
 from rank_worker.messages import EngineRequest
 from rank_worker.rank import Rank
+from rank_worker.start_report import PrefixTier, RankBytes, StartReport
 
 Drive = Callable[[Coroutine[Any, Any, None]], None]
 MakeDesk = Callable[..., Any]
@@ -134,6 +136,28 @@ def test_a_started_gang_tells_estimate_and_measurement(
     (line,) = (r.getMessage() for r in caplog.records if "decode step" in r.getMessage())
     assert "at least 3 ms estimated, 6 ms measured" in line
     assert "rank 1 3.9 KiB and 3.9 KiB" in line
+
+
+def test_reuse_and_drafts_have_a_line_each_once_they_are_known() -> None:
+    ranks = (RankBytes(0, 10, 10), RankBytes(1, 10, 10))
+    report = StartReport(
+        0.001, 0.004, 1, ranks, "float32",
+        {"device": PrefixTier(4, (2048, 1024)), "host": PrefixTier(16, (8192, 4096))}, 2,
+        (3 << 20, 2 << 20),
+    )  # fmt: skip
+    step, prefix, drafts = report.lines()
+    assert step.startswith("decode step: ")
+    assert prefix == (
+        "prefix cache: 4 states on the device (rank 0 2.0 KiB, rank 1 1.0 KiB), 16 states on the "
+        "host (rank 0 8.0 KiB, rank 1 4.0 KiB), recurrent parts in float32"
+    )
+    assert drafts == (
+        "multi-token prediction: 2 drafts a step, draft head rank 0 3.0 MiB, rank 1 2.0 MiB"
+    )
+    none = PrefixTier(0, (0, 0))
+    off = replace(report, prefix_tiers={"device": none, "host": none}, drafts_per_step=0)
+    assert off.lines()[1:] == ("prefix cache: off", "multi-token prediction: off")
+    assert len(StartReport(0.001, 0.004, 1, ranks).lines()) == 1
 
 
 def test_expert_counts_come_from_rank_0_of_the_gang_that_serves(

@@ -179,6 +179,13 @@ def test_status_and_metrics_tell_hits_tiers_and_what_drafts_bring(serve: Any) ->
         )
         assert told["cached_pages"] > 0
         assert leader["recurrent_dtype"] == "float32"
+        start = (await server.http.get("/status")).json()["start"]
+        for tier, states in told["cells"].items():
+            sizes = {"states": states, "rank_bytes": [told["cell_bytes"][tier]]}
+            assert start["prefix_tiers"][tier] == sizes
+        assert (start["drafts_per_step"], start["recurrent_dtype"]) == (2, "float32")
+        memory = leader["memory_bytes"]
+        assert start["draft_bytes"] == [memory["mtp_weights"] + memory["mtp_state"]]
         first, second = drafts["acceptance_by_position"]
         assert 1 >= first >= second > 0
         assert drafts["tokens_per_round"] == pytest.approx(1 + first + second)
