@@ -116,8 +116,13 @@ def check_sums(gang: ModuleType, world: int, seed: int, out: Path) -> None:
     assert last.tolist() == [float(199 * world + sum(range(world)))] * 17
 
 
-@BOTH
-@pytest.mark.parametrize("world", [2, 3, 4])
+@pytest.mark.parametrize(
+    ("name", "world"),
+    [
+        *(("shm", 2), ("shm", 3), ("shm", 4), ("gloo", 2), ("gloo", 3)),
+        pytest.param("gloo", 4, marks=pytest.mark.slow),
+    ],
+)
 def test_every_rank_gets_the_bits_of_the_sum_in_rank_order(
     gangs: Gangs, gang: ModuleType, tmp_path: Path, name: str, world: int
 ) -> None:

@@ -101,7 +101,7 @@ def kill_when_generating(engine: Engine, pid: int) -> threading.Thread:
 
 def test_a_killed_rank_ends_generate_with_an_error_that_names_it(embedded_model_dir: Path) -> None:
     threads_before = set(threading.enumerate())
-    with launch_engine(config(embedded_model_dir, ranks=3)) as engine:
+    with launch_engine(config(embedded_model_dir, ranks=3, step_timeout_s=2.0)) as engine:
         pids = child_pids(engine)
         killer = kill_when_generating(engine, pids[1])
         with pytest.raises(RankError, match="rank 2 was killed by signal 9") as caught:

@@ -1,10 +1,15 @@
-"""Greedy ids and logits equal transformers': any rank count, chunk size and batch mix."""
+"""Greedy ids and logits equal transformers': any rank count, chunk size and batch mix.
+
+The quick tests take each model, rank count, chunk size and length, but not all of their
+combinations; `test_whole_grid` does, and the slow cells of the others.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import replace
+from itertools import product
 from typing import Any
 
 import numpy as np
@@ -17,6 +22,16 @@ from rank_worker.messages import EngineRequest, FinishReason
 
 LENGTHS = (1, 63, 64, 65, 300, 1100)
 MODELS = ("embedded", "random-8")
+Cell = tuple[str, int, int]  # model, ranks, chunk
+BATCHES: tuple[Cell, ...] = (
+    ("embedded", 1, 64), ("embedded", 2, 16), ("embedded", 2, 0),
+    ("random-8", 1, 16), ("random-8", 1, 0), ("random-8", 2, 64),
+)  # fmt: skip
+QUICK_LOGITS: tuple[Cell, ...] = (("embedded", 2, 64), ("random-8", 1, 64))
+LOGITS = [
+    pytest.param(*cell, marks=() if cell in QUICK_LOGITS else pytest.mark.slow)
+    for cell in product(MODELS, (1, 2, 3, 4, 6), (64, 0))
+]
 
 
 @contextmanager
@@ -47,8 +62,7 @@ def check(engine: Engine, cases: Sequence[Any], max_tokens: int = 48) -> None:
         assert len(ids) == max_tokens
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("chunk", [16, 64, 0])
+@pytest.mark.parametrize(("model", "chunk"), [("embedded", 16), ("embedded", 0), ("random-8", 64)])
 @pytest.mark.parametrize("length", LENGTHS)
 def test_ids_alone_at_one_rank(
     engine_of: Callable[..., Engine], golden: Callable[[str], Any], model: str, chunk: int,
@@ -59,9 +73,7 @@ def test_ids_alone_at_one_rank(
         check(engine, [golden(model).cases[length]])
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("ranks", [1, 2])
-@pytest.mark.parametrize("chunk", [16, 64, 0])
+@pytest.mark.parametrize(("model", "ranks", "chunk"), BATCHES)
 def test_ids_in_a_batch_of_five(
     engine_of: Callable[..., Engine], golden: Callable[[str], Any], model: str, ranks: int,
     chunk: int,
@@ -71,8 +83,7 @@ def test_ids_in_a_batch_of_five(
         check(engine, [golden(model).cases[n] for n in LENGTHS[1:]], max_tokens=24)
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize("ranks", [3, 4, 6])
+@pytest.mark.parametrize(("model", "ranks"), [("random-8", 3), ("embedded", 4), ("random-8", 6)])
 def test_ids_with_uneven_ranks(
     engine_of: Callable[..., Engine], golden: Callable[[str], Any], model: str, ranks: int
 ) -> None:
@@ -98,11 +109,7 @@ def test_whole_grid(
         check(engine, cases[1:])
 
 
-@pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(
-    "ranks", [1, 2, *(pytest.param(n, marks=pytest.mark.slow) for n in (3, 4, 6))]
-)
-@pytest.mark.parametrize("chunk", [64, pytest.param(0, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("model", "ranks", "chunk"), LOGITS)
 def test_logits_within_a_hundred_thousandth(
     engine_of: Callable[..., Engine], golden: Callable[[str], Any], model: str, ranks: int,
     chunk: int,
@@ -147,8 +154,15 @@ def test_decode_logits_equal_those_of_a_fresh_prefill(
     assert checked >= 3
 
 
-@pytest.mark.parametrize(("dtype", "bound"), [("bfloat16", 0.03), ("float16", 0.005)])
-@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("dtype", "bound", "ranks"),
+    [
+        ("bfloat16", 0.03, 1),
+        ("float16", 0.005, 2),
+        pytest.param("bfloat16", 0.03, 2, marks=pytest.mark.slow),
+        pytest.param("float16", 0.005, 1, marks=pytest.mark.slow),
+    ],
+)
 def test_half_precision_weights_keep_fp32_state(
     engine_of: Callable[..., Engine], golden: Callable[[str], Any], dtype: str, bound: float,
     ranks: int,
