@@ -13,11 +13,31 @@ from typing import Any
 
 from cluster.reasoning import Delta, ReasoningSplitter, Section
 from cluster.stops import StopMatcher
+from cluster.token_logprobs import (
+    Entry,
+    EntryQueue,
+    chat_logprobs,
+    prompt_entries,
+    text_logprobs,
+)
 from cluster.tokens import Detokenizer, Vocabulary
 from cluster.validate import ValidRequest
-from rank_worker.messages import FinishReason, TokenBatch
+from rank_worker.messages import FinishReason, TokenBatch, TokenLogprob
 
 _FINISHED = (FinishReason.STOP, FinishReason.LENGTH)
+
+
+class EchoedPrompt:
+    """The prompt as it stands before an answer; `values` of all its tokens but the first."""
+
+    def __init__(self, token_ids: Sequence[int], vocabulary: Vocabulary) -> None:
+        self._token_ids, self._vocabulary = token_ids, vocabulary
+        text = Detokenizer(vocabulary, skip_special=False)
+        self.text = "".join([*map(text.push, token_ids), text.flush()])
+        self.values: tuple[TokenLogprob, ...] = ()
+
+    def entries(self) -> list[Entry]:
+        return prompt_entries(self._token_ids, self.values, self._vocabulary)
 
 
 class Choice:
@@ -43,6 +63,14 @@ class Choice:
             skip_special=request.skip_special_tokens,
             show_think_tags=self._may_reason(),
         )
+        self.vocabulary = vocabulary
+        self.tells_logprobs = request.logprobs >= 0
+        self.prompt: EchoedPrompt | None = None
+        if request.echo:
+            self.prompt = EchoedPrompt(request.prompt_of(index).token_ids, vocabulary)
+        self._is_empty = request.max_tokens_of(index) == 0
+        self._entries = EntryQueue()
+        self._made = self._sent = 0  # characters of the answer, tags included
 
     def push(self, batch: TokenBatch) -> list[Delta]:
         """New text of `batch`, in order; a delta never holds reasoning and content both."""
@@ -51,9 +79,17 @@ class Choice:
         self.cached_tokens = max(self.cached_tokens, batch.cached_tokens)
         self.draft_tokens = max(self.draft_tokens, batch.draft_tokens)
         self.accepted_tokens = max(self.accepted_tokens, batch.accepted_tokens)
+        if self.prompt is not None and batch.prompt_logprobs:
+            self.prompt.values = batch.prompt_logprobs
+        if self._is_empty:
+            self.finish_reason = FinishReason.LENGTH
+            return []
         pieces = []
         for at, token_id in enumerate(batch.token_ids):
-            pieces.append(self._token(token_id, self._is_hidden_end(batch, at)))
+            is_hidden = self._is_hidden_end(batch, at)
+            if batch.logprobs and not is_hidden:
+                self._entries.add(Entry(token_id, self._made, batch.logprobs[at]))
+            pieces.append(self._token(token_id, is_hidden))
             if self.stopped_by_string:  # tokens after the stop string never were
                 break
         if self.stopped_by_string or batch.finish_reason in _FINISHED:
@@ -66,6 +102,11 @@ class Choice:
     @property
     def has_reasoning(self) -> bool:
         return self._splitter.reasoned
+
+    def take_entries(self) -> list[Entry]:
+        """Tokens with their log-probabilities that may be told now, each once."""
+        is_whole = self.finish_reason is not None
+        return self._entries.take(self._sent, is_whole, self.stopped_by_string)
 
     def _may_reason(self) -> bool:
         return self._splitter.section is not Section.CONTENT
@@ -86,7 +127,10 @@ class Choice:
     def _pass(self, text: str) -> Delta:
         """Through the stop strings and the reasoning split, which each may hold text back."""
         may_reason = self._may_reason()
-        delta = self._splitter.push(self._stops.push(text))
+        self._made += len(text)
+        shown = self._stops.push(text)
+        self._sent += len(shown)
+        delta = self._splitter.push(shown)
         self.stopped_by_string = self._stops.matched is not None
         if may_reason:
             self._text.show_think_tags = self._may_reason()
@@ -96,8 +140,10 @@ class Choice:
 
     def _end(self, batch: TokenBatch) -> Delta:
         """Release what is held, once; a stop string may complete only now."""
-        parts = [self._pass(self._text.flush()), self._splitter.push(self._stops.flush())]
-        parts.append(self._splitter.flush())
+        parts = [self._pass(self._text.flush())]
+        held = self._stops.flush()
+        self._sent += len(held)
+        parts += [self._splitter.push(held), self._splitter.flush()]
         self.finish_reason = FinishReason.STOP if self.stopped_by_string else batch.finish_reason
         return Delta(
             "".join(part.reasoning for part in parts), "".join(part.content for part in parts)
@@ -138,6 +184,29 @@ def usage(request: ValidRequest, choices: Sequence[Choice]) -> dict[str, Any]:
     }
 
 
+def _chat_logprobs_of(choice: Choice) -> dict[str, Any] | None:
+    """Of the tokens that were not told yet; None where nobody asked."""
+    if not choice.tells_logprobs:
+        return None
+    return chat_logprobs(choice.take_entries(), choice.vocabulary)
+
+
+def _text_logprobs_of(
+    choice: Choice, prompt: bool = False, answer: bool = True
+) -> dict[str, Any] | None:
+    """The same for a completion, with those of an echoed prompt before them where wanted."""
+    if not choice.tells_logprobs:
+        return None
+    echoed = choice.prompt
+    base = len(echoed.text) if echoed is not None else 0
+    parts = []
+    if prompt and echoed is not None:
+        parts.append(text_logprobs(echoed.entries(), choice.vocabulary))
+    if answer:
+        parts.append(text_logprobs(choice.take_entries(), choice.vocabulary, base))
+    return {key: [item for part in parts for item in part[key]] for key in parts[0]}
+
+
 @dataclass(frozen=True)
 class ChatFormat:
     """Objects of /v1/chat/completions. Reasoning goes out under both names that clients read."""
@@ -147,17 +216,17 @@ class ChatFormat:
     created_s: int
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
-        return [self._chunk(choice, {"role": "assistant", "content": ""})]
+        return [self._chunk(choice, {"role": "assistant", "content": ""}, None)]
 
     def delta(self, choice: Choice, delta: Delta) -> dict[str, Any]:
         if delta.reasoning:
             fields = {"reasoning": delta.reasoning, "reasoning_content": delta.reasoning}
         else:
             fields = {"content": delta.content}
-        return self._chunk(choice, fields)
+        return self._chunk(choice, fields, _chat_logprobs_of(choice))
 
     def closing(self, choice: Choice) -> dict[str, Any]:
-        return self._chunk(choice, {}, finished=True)
+        return self._chunk(choice, {}, _chat_logprobs_of(choice), finished=True)
 
     def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
         return {**self._head("chat.completion.chunk"), "choices": [], "usage": counts}
@@ -177,17 +246,17 @@ class ChatFormat:
         return {
             "index": choice.index,
             "message": message,
-            "logprobs": None,
+            "logprobs": _chat_logprobs_of(choice),
             "finish_reason": choice.finish_reason,
         }
 
     def _chunk(
-        self, choice: Choice, delta: dict[str, Any], finished: bool = False
+        self, choice: Choice, delta: dict[str, Any], logprobs: Any, finished: bool = False
     ) -> dict[str, Any]:
         entry = {
             "index": choice.index,
             "delta": delta,
-            "logprobs": None,
+            "logprobs": logprobs,
             "finish_reason": choice.finish_reason if finished else None,
         }
         return {**self._head("chat.completion.chunk"), "choices": [entry]}
@@ -205,23 +274,35 @@ class TextFormat:
     created_s: int
 
     def opening(self, choice: Choice) -> list[dict[str, Any]]:
-        return []
+        """The prompt, where it is echoed."""
+        if choice.prompt is None:
+            return []
+        logprobs = _text_logprobs_of(choice, prompt=True, answer=False)
+        return [self._object([self._entry(choice, choice.prompt.text, None, logprobs)])]
 
     def delta(self, choice: Choice, delta: Delta) -> dict[str, Any]:
-        return self._object([self._entry(choice, delta.content, None)])
+        logprobs = _text_logprobs_of(choice)
+        return self._object([self._entry(choice, delta.content, None, logprobs)])
 
     def closing(self, choice: Choice) -> dict[str, Any]:
-        return self._object([self._entry(choice, "", choice.finish_reason)])
+        logprobs = _text_logprobs_of(choice)
+        return self._object([self._entry(choice, "", choice.finish_reason, logprobs)])
 
     def usage(self, counts: dict[str, Any]) -> dict[str, Any]:
         return {**self._object([]), "usage": counts}
 
     def whole(self, choices: Sequence[Choice], counts: dict[str, Any]) -> dict[str, Any]:
-        entries = [self._entry(choice, choice.content, choice.finish_reason) for choice in choices]
-        return {**self._object(entries), "usage": counts}
+        return {**self._object([self._whole(choice) for choice in choices]), "usage": counts}
 
-    def _entry(self, choice: Choice, text: str, reason: FinishReason | None) -> dict[str, Any]:
-        return {"index": choice.index, "text": text, "logprobs": None, "finish_reason": reason}
+    def _whole(self, choice: Choice) -> dict[str, Any]:
+        echoed = choice.prompt.text if choice.prompt is not None else ""
+        logprobs = _text_logprobs_of(choice, prompt=True)
+        return self._entry(choice, echoed + choice.content, choice.finish_reason, logprobs)
+
+    def _entry(
+        self, choice: Choice, text: str, reason: FinishReason | None, logprobs: Any
+    ) -> dict[str, Any]:
+        return {"index": choice.index, "text": text, "logprobs": logprobs, "finish_reason": reason}
 
     def _object(self, entries: list[dict[str, Any]]) -> dict[str, Any]:
         return {

@@ -2,18 +2,20 @@
 
 Every known field is in exactly one of three places: a model below (it works), `IGNORED_FIELDS`
 (accepted, changes nothing) or `UNSUPPORTED_FIELDS` (accepted at the value that means "off", else
-refused by name). Fields that nobody knows are ignored. Knows nothing of tokens or engines.
+refused by name; a field of one route stands there for the other). Fields that nobody knows are
+ignored. Knows nothing of tokens or engines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from types import MappingProxyType
-from typing import Annotated, Any
+from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field
 
 MAX_STOPS = 4  # OpenAI's limit
+MAX_LOGPROBS = 20  # OpenAI's limit of likely tokens beside each one
 MAX_CHOICES = 64  # prompts x n of one request: each is a sequence of its own in the queue
 
 IGNORED_FIELDS = frozenset(
@@ -42,7 +44,6 @@ _NUMBER_ONE = _off(1, 1.0)
 
 UNSUPPORTED_FIELDS: Mapping[str, Callable[[object], bool]] = MappingProxyType(
     {
-        "logprobs": _off(False),
         "top_logprobs": _off(0),
         "prompt_logprobs": _off(0),
         "echo": _off(False),
@@ -126,12 +127,19 @@ class ChatBody(GenerationBody):
     messages: list[dict[str, Any]] = Field(min_length=1)
     max_completion_tokens: Annotated[int, Field(ge=1)] | None = None
     chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+    logprobs: bool = False
+    top_logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] = 0
     enable_thinking: bool | None = None
     reasoning_effort: str | None = None
 
 
 class CompletionBody(GenerationBody):
-    """POST /v1/completions. A prompt is a text or a list of token ids, or a list of either."""
+    """POST /v1/completions. A prompt is a text or a list of token ids, or a list of either.
+
+    With `echo` the prompt stands before the answer, which may then be empty (`max_tokens` 0).
+    """
 
     prompt: str | list[Any]
-    max_tokens: Annotated[int, Field(ge=1)] | None = None
+    max_tokens: Annotated[int, Field(ge=0)] | None = None
+    echo: bool = False
+    logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | Literal[False] | None = None

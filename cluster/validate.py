@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 import secrets
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeVar
 
 from pydantic import ValidationError
@@ -31,6 +31,8 @@ from placement.errors import ClientError, ErrorKind
 from rank_worker.messages import EngineRequest, SamplingParams
 
 _SEED_MASK = 2**63 - 1
+# What pydantic adds to the place of a fault in a field of several types.
+_UNION_MEMBERS = ("str", "list[str]", "list[any]", "constrained-int", "literal[False]")
 BodyT = TypeVar("BodyT", bound=GenerationBody)
 
 
@@ -57,10 +59,16 @@ class ValidRequest:
     skip_special_tokens: bool
     stream: bool
     include_usage: bool
+    logprobs: int = -1  # likely tokens told beside each one; -1: no log-probabilities
+    echo: bool = False
 
     @property
     def num_choices(self) -> int:
         return len(self.prompts) * self.n
+
+    def max_tokens_of(self, choice: int) -> int:
+        """0: nothing but the echoed prompt is wanted."""
+        return self.max_tokens[choice // self.n]
 
     def prompt_of(self, choice: int) -> Prompt:
         return self.prompts[choice // self.n]
@@ -78,11 +86,13 @@ class ValidRequest:
         return EngineRequest(
             request_id=f"{request_id}-{choice}",
             prompt_ids=self.prompt_of(choice).token_ids,
-            max_tokens=self.max_tokens[choice // self.n],
+            max_tokens=max(1, self.max_tokens[choice // self.n]),
             sampling=sampling,
             stop_token_ids=self.end_token_ids,
             ignore_eos=self.ignore_eos,
             arrival_s=arrival_s,
+            logprobs=self.logprobs,
+            prompt_logprobs=self.echo and self.logprobs >= 0,
             priority=self.priority,
         )
 
@@ -113,7 +123,8 @@ def valid_chat(raw: Mapping[str, Any], card: ModelCard, tokenizer: Tokenizer) ->
     prompt = Prompt(token_ids, section_after(text))
     limit = body.max_completion_tokens or body.max_tokens
     field = "max_completion_tokens" if body.max_completion_tokens else "max_tokens"
-    return _request(body, (prompt,), limit, field, "messages", card)
+    request = _request(body, (prompt,), limit, field, "messages", card)
+    return replace(request, logprobs=_chat_logprobs(body))
 
 
 def valid_completion(raw: Mapping[str, Any], card: ModelCard, tokenizer: Tokenizer) -> ValidRequest:
@@ -129,7 +140,24 @@ def valid_completion(raw: Mapping[str, Any], card: ModelCard, tokenizer: Tokeniz
             "a request; split it",
             param="n" if body.n > 1 else "prompt",
         )
-    return _request(body, prompts, body.max_tokens, "max_tokens", "prompt", card)
+    if body.max_tokens == 0 and not body.echo:
+        raise ClientError(
+            "max_tokens: 0 leaves nothing to answer; send at least 1, or echo=true",
+            param="max_tokens", code="invalid_value",
+        )  # fmt: skip
+    request = _request(body, prompts, body.max_tokens, "max_tokens", "prompt", card)
+    logprobs = -1 if body.logprobs is None or body.logprobs is False else body.logprobs
+    return replace(request, logprobs=logprobs, echo=body.echo)
+
+
+def _chat_logprobs(body: ChatBody) -> int:
+    if body.logprobs:
+        return body.top_logprobs
+    if body.top_logprobs:
+        raise ClientError(
+            "top_logprobs needs logprobs=true; set it or remove top_logprobs", param="top_logprobs"
+        )
+    return -1
 
 
 def _refuse_constant(name: str) -> float:
@@ -179,7 +207,7 @@ def _check_supported(model: type[GenerationBody], raw: Mapping[str, Any]) -> Non
 def _field_error(error: ValidationError) -> ClientError:
     """The first fault, as one line: field, what is wrong, the value."""
     first = error.errors(include_url=False)[0]
-    location = [part for part in first["loc"] if part not in ("str", "list[str]", "list[any]")]
+    location = [part for part in first["loc"] if part not in _UNION_MEMBERS]
     path = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in location)[1:]
     message = first["msg"][:1].lower() + first["msg"][1:]
     if first["type"] == "missing":
@@ -268,7 +296,7 @@ def _room(
             kind=ErrorKind.CONTEXT_LENGTH,
             param=limit_field,
         )
-    return max_tokens or room
+    return room if max_tokens is None else max_tokens
 
 
 def _sampling(body: GenerationBody, card: ModelCard) -> SamplingParams:

@@ -87,7 +87,7 @@ def test_a_stream_parses(ask: Ask, engine: Any, tokenizer: Tokenizer) -> None:
     [
         ({"model": "other"}, openai.NotFoundError, "model_not_found", "model"),
         ({"temperature": 9}, openai.BadRequestError, "invalid_value", "temperature"),
-        ({"logprobs": True}, openai.BadRequestError, "unsupported_parameter", "logprobs"),
+        ({"logit_bias": {"5": 1}}, openai.BadRequestError, "unsupported_parameter", "logit_bias"),
         ({"max_tokens": 999}, openai.BadRequestError, "context_length_exceeded", "max_tokens"),
     ],
 )
