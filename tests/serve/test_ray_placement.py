@@ -26,7 +26,9 @@ def launcher(cluster, server):
     return make
 
 
-def test_ranks_get_chips_of_their_own_and_pairs_share_a_card(launcher):
+def test_ranks_get_chips_of_their_own_and_give_them_back(launcher):
+    """Pairs share a card. Four chips are free: a second gang needs those of the first."""
+
     async def body():
         gang = launcher(4)
         try:
@@ -40,20 +42,16 @@ def test_ranks_get_chips_of_their_own_and_pairs_share_a_card(launcher):
             return [rank.identity.pid for rank in ranks]
         finally:
             await gang.kill()
+            await gang.kill()  # a second time is allowed
+
+    async def again():
+        gang = launcher(4, start_timeout_s=60.0)
+        await gang.place()
+        await gang.kill()
 
     pids = asyncio.run(body())
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
-
-
-def test_killed_ranks_give_their_chips_back(launcher):
-    async def body():
-        for _ in range(2):
-            gang = launcher(4, start_timeout_s=60.0)
-            await gang.place()
-            await gang.kill()
-            await gang.kill()  # a second time is allowed
-
-    asyncio.run(body())
+    asyncio.run(again())
 
 
 def test_more_ranks_than_chips_are_refused_with_both_numbers(launcher):

@@ -112,9 +112,8 @@ def test_a_hangup_drains_like_sigterm(front, own_token, open_stream):
     assert "nrank: drained" in one.lines
 
 
-@pytest.mark.parametrize(
-    "second", [signal.SIGINT, pytest.param(signal.SIGTERM, marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # test_foreground.py has the order of the end without a process
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
 def test_a_second_signal_ends_the_drain_at_once(front, own_token, open_stream, second):
     one = front("--port", "0")
     base_url = one.read_to("ready: ").partition("ready: ")[2].removesuffix("/v1")
