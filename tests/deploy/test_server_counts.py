@@ -15,6 +15,7 @@ import pytest
 from deploy import cli
 
 LAYERS, EXPERTS = 8, 14
+POLL_S = 0.01  # how soon a server sees that it has to end
 HOT = [[100] * 2 + [1] * (EXPERTS - 2)] * LAYERS
 Serve = Callable[[int, bytes], str]
 
@@ -36,7 +37,7 @@ def serve() -> Iterator[Serve]:
                 """Tests print nothing."""
 
         server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        threading.Thread(target=server.serve_forever, args=(POLL_S,), daemon=True).start()
         servers.append(server)
         return f"http://127.0.0.1:{server.server_address[1]}"
 
