@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import islice
 
 from placement.config import EngineConfig
@@ -14,8 +15,15 @@ from placement.formats import FORMATS, parse_format
 from placement.headers import CheckpointHeaders
 from placement.ledger import TablePlace
 from placement.models.quantised import with_format
-from placement.plan import Plan, PlanOptions, checked_topology, make_plan, size_gang
-from placement.sizing import Sizing
+from placement.plan import (
+    Plan,
+    PlanOptions,
+    checked_topology,
+    host_shortfall,
+    make_plan,
+    size_gang,
+)
+from placement.sizing import PrefixStates, Sizing
 from placement.spec import Component, ModelSpec
 
 MAX_SEQUENCES = 1 << 16
@@ -131,7 +139,7 @@ def what_if(question: Question, ranks: int) -> WhatIf:
 class Change:
     """One change to a gang, and the gang after it."""
 
-    kind: str  # ngram_table, sequences, context, format or ranks
+    kind: str  # ngram_table, prefix_cache, sequences, context, format or ranks
     text: str
     after: Question
 
@@ -140,8 +148,9 @@ def remedies(question: Question) -> list[tuple[Change, ...]]:
     """The two cheapest ways to make a plan fit, each one change or, failing that, two.
 
     Cheapest first, by what is lost: the n-gram table on the host (host memory and a copy a step),
-    fewer sequences (others wait), a smaller context (long requests are refused), a smaller format
-    of the routed experts (quality, and a conversion), more ranks (chips). All were tried.
+    fewer states of prefixes (prompts are computed again), fewer sequences (others wait), a smaller
+    context (long requests are refused), a smaller format of the routed experts (quality, and a
+    conversion), more ranks (chips). All were tried.
     """
     singles = list(islice(_changes(question), NUM_REMEDIES))
     found: list[tuple[Change, ...]] = [(change,) for change in singles]
@@ -165,6 +174,9 @@ def _first_steps(question: Question) -> Iterator[Change]:
     """Changes as far as they go, whether or not they are enough."""
     if (moved := _table_on_host(question)) is not None:
         yield moved
+    states = question.sizing().prefix_states(question.config)
+    if states.device:
+        yield _fewer_states(question, states, 0)
     if question.config.max_sequences > 1:
         yield _fewer_sequences(question, 1)
     yield from reversed(list(_smaller_formats(question)))
@@ -177,31 +189,51 @@ def _changes(question: Question) -> Iterator[Change]:
         yield table
     sizing = question.sizing()
     config = question.config
-    count = _largest(
-        config.max_sequences - 1,
-        lambda n: sizing.fits(_fewer_sequences(question, n).after.config),
-    )
+
+    def holds(change: Change) -> bool:
+        return _fits(change.after, sizing)
+
+    states = sizing.prefix_states(config)
+    on_host = partial(_fewer_host_states, question, states)
+    on_chips = partial(_fewer_states, question, states)
+    kept = _most(on_host, states.host, holds) or _most(on_chips, states.device, holds)
+    if kept is not None:
+        yield kept
+    count = _largest(config.max_sequences - 1, lambda n: holds(_fewer_sequences(question, n)))
     if count:
         yield _fewer_sequences(question, count)
-    tokens = max_context_of_pool(sizing, config)
+    tokens = max_context_of_pool(question, sizing)
     if tokens:
         yield _smaller_context(question, tokens)
     yield from islice((one for one in _smaller_formats(question) if _fits(one.after)), 1)
     yield from _more_ranks(question)
 
 
-def _fits(question: Question) -> bool:
-    return question.sizing().fits(question.config)
+def _most(
+    change_to: Callable[[int], Change], now: int, holds: Callable[[Change], bool]
+) -> Change | None:
+    """The change to the largest number from 0 to below `now` that holds; None without any."""
+    if not now or not holds(change_to(0)):
+        return None
+    return change_to(_largest(now - 1, lambda count: holds(change_to(count))))
 
 
-def max_context_of_pool(sizing: Sizing, config: EngineConfig) -> int:
+def _fits(question: Question, sizing: Sizing | None = None) -> bool:
+    """On the chips and beside them; `sizing` serves all questions that differ in `config` only."""
+    config, sizing = question.config, sizing or question.sizing()
+    states = sizing.prefix_states(config)
+    return sizing.fits(config) and not host_shortfall(
+        config, question.spec, states, question.options
+    )
+
+
+def max_context_of_pool(question: Question, sizing: Sizing) -> int:
     """The longest context below the configured one of which the gang holds at least one."""
-    pages = (sizing.context_tokens(config) - 1) // config.page_tokens
-
-    def shorter(count: int) -> EngineConfig:
-        return replace(config, context_tokens=count * config.page_tokens, kv_pool_tokens=0)
-
-    return _largest(pages, lambda count: sizing.fits(shorter(count))) * config.page_tokens
+    page = question.config.page_tokens
+    pages = (sizing.context_tokens(question.config) - 1) // page
+    return page * _largest(
+        pages, lambda count: _fits(_smaller_context(question, count * page).after, sizing)
+    )
 
 
 def _table_on_host(question: Question) -> Change | None:
@@ -214,10 +246,31 @@ def _table_on_host(question: Question) -> Change | None:
     return Change("ngram_table", text, replace(question, options=options))
 
 
+def _fewer_states(question: Question, states: PrefixStates, count: int) -> Change:
+    """Those on the host become fewer with them, unless their bytes were asked for."""
+    after = replace(question.config, prefix_bytes=count * states.state_bytes)
+    text = (
+        f"{count} states of prefixes on each chip instead of {states.device} "
+        f"(--prefix-bytes {after.prefix_bytes})"
+    )
+    return Change("prefix_cache", text, replace(question, config=after))
+
+
+def _fewer_host_states(question: Question, states: PrefixStates, count: int) -> Change:
+    after = replace(question.config, prefix_host_bytes=count * states.state_bytes)
+    text = (
+        f"{count} states of prefixes of each rank in host memory instead of {states.host} "
+        f"(--prefix-host-bytes {after.prefix_host_bytes})"
+    )
+    return Change("prefix_cache", text, replace(question, config=after))
+
+
 def _fewer_sequences(question: Question, count: int) -> Change:
-    """A page pool that was asked for by size shrinks with them."""
+    """A page pool that was asked for by size shrinks with them, to one context at least."""
     config = question.config
     pool = config.kv_pool_tokens * count // config.max_sequences
+    if config.kv_pool_tokens:
+        pool = max(pool, config.context_tokens or question.spec.max_context)
     after = replace(config, max_sequences=count, kv_pool_tokens=pool)
     text = f"{count} sequences instead of {config.max_sequences} (--sequences {count})"
     return Change("sequences", text, replace(question, config=after))

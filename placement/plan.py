@@ -1,7 +1,8 @@
 """Everything decided before a byte of weights is read: who owns what, and whether it fits.
 
 A plan is a pure value: the same config, model and topology give the same `plan_id` on every rank.
-Owns the number of pages. Knows no device.
+Owns the number of pages. Knows no device; where ranks run on this machine's CPU, its memory has to
+hold what they put beside their chips.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ from placement.config import EngineConfig, RankShare
 from placement.errors import ConfigError, PlanError
 from placement.experts import LayerHolders
 from placement.headers import CheckpointHeaders
+from placement.host_memory import machine_bytes
 from placement.ledger import WEIGHT_ROWS, LedgerOptions, TablePlace, table_bytes
 from placement.ownership import (
     Layers,
@@ -30,6 +32,8 @@ from placement.roofline import StepEstimate, estimate_decode_step, expert_bytes
 from placement.sizing import PrefixStates, Shortfall, Sizing, make_sizing, shortfall
 from placement.spec import MAX_DRAFTS, ModelSpec
 from placement.topology import Topology, emulated_topology, find_profile
+
+HOST_ROW = "host_memory"  # of a shortfall that is the machine's, not a chip's
 
 
 @dataclass(frozen=True)
@@ -106,6 +110,12 @@ class Plan:
         return min(self.max_sequences, self.num_pages // self.pages_per_context)
 
     @property
+    def host_bytes(self) -> int:
+        """Memory of the machine for the states of prefixes of all ranks and an n-gram table."""
+        table = self.host_table_bytes if self.ngram_table is TablePlace.HOST else 0
+        return table + self.prefix.host_bytes * self.world_size
+
+    @property
     def fits(self) -> bool:
         return self.shortfall is None
 
@@ -154,8 +164,9 @@ def make_plan(
         page_tokens=config.page_tokens,
         max_sequences=config.max_sequences,
         context=ContextPlan(context, num_pages * config.page_tokens // config.max_sequences),
-        shortfall=shortfall(rows, sizing.usable_bytes),
-        assumptions=_assumptions(config, spec, headers, chips, topology is None, options),
+        shortfall=shortfall(rows, sizing.usable_bytes)
+        or host_shortfall(config, spec, prefix, options),
+        assumptions=_assumptions(config, spec, headers, chips, topology is None, prefix, options),
         estimate=estimate_decode_step(config, spec, sizing.shares, chips.profile, chosen.counts),
         num_layers=len(spec.layers),
         ownership=chosen,
@@ -202,6 +213,22 @@ def size_gang(
     return chosen, sizing
 
 
+def host_shortfall(
+    config: EngineConfig, spec: ModelSpec, prefix: PrefixStates, options: PlanOptions
+) -> Shortfall | None:
+    """What this machine lacks for what ranks on its CPU put beside their chips, or None.
+
+    A table that is mapped from its file takes page cache only and is not counted.
+    """
+    if config.device != "cpu":
+        return None
+    needed = prefix.host_bytes * config.ranks
+    if options.ledger.ngram_table is TablePlace.HOST:
+        needed += table_bytes(spec, DTYPE_BYTES[config.dtype])
+    missing = needed - machine_bytes()
+    return Shortfall(0, HOST_ROW, missing) if missing > 0 else None
+
+
 def require_fits(plan: Plan, remedies: Sequence[str] = ()) -> None:
     """PlanError naming the fullest rank, the ledger row and the missing bytes.
 
@@ -212,9 +239,18 @@ def require_fits(plan: Plan, remedies: Sequence[str] = ()) -> None:
         return
     rank = plan.ranks[short.rank]
     fits_with = f"it fits with {', or with '.join(remedies)}" if remedies else _remedy(short.row)
+    if short.row == HOST_ROW:
+        what = (
+            "this machine does not fit: states of prefixes and an n-gram table in its memory need "
+            f"{short.bytes} bytes more than it has ({plan.host_bytes} planned)"
+        )
+    else:
+        what = (
+            f"rank {short.rank} does not fit: {short.row} needs {short.bytes} bytes more than the "
+            f"{rank.usable_bytes} usable ({rank.planned_bytes} planned)"
+        )
     raise PlanError(
-        f"rank {short.rank} does not fit: {short.row} needs {short.bytes} bytes more than the "
-        f"{rank.usable_bytes} usable ({rank.planned_bytes} planned); {fits_with}",
+        f"{what}; {fits_with}",
         rank=short.rank,
         row=short.row,
         missing_bytes=short.bytes,
@@ -228,7 +264,9 @@ def _remedy(row: str) -> str:
         return "lower step_tokens or use more ranks"
     if row in ("reserve", "collective", "graph"):
         return "use chips with more memory"
-    return "lower context_tokens, max_sequences or kv_pool_tokens, or use more ranks"
+    if row == HOST_ROW:
+        return "lower prefix_host_bytes, or leave the n-gram table on the chips"
+    return "lower context_tokens, max_sequences, kv_pool_tokens or prefix_bytes, or use more ranks"
 
 
 def _check(config: EngineConfig, spec: ModelSpec, options: PlanOptions) -> None:
@@ -292,6 +330,7 @@ def _assumptions(
     headers: CheckpointHeaders | None,
     chips: Topology,
     emulated: bool,
+    prefix: PrefixStates,
     options: PlanOptions,
 ) -> tuple[str, ...]:
     profile = chips.profile
@@ -321,6 +360,11 @@ def _assumptions(
         told.append("n-gram table: one copy in host memory for all ranks, rows copied each step")
     if options.ledger.ngram_table is TablePlace.MMAP:
         told.append("n-gram table: read from its file; host memory is page cache, not counted")
+    if prefix.host and config.device != "cpu":
+        told.append(
+            f"host memory: states of prefixes take {prefix.host_bytes * config.ranks} bytes of it, "
+            "which were not compared with what the box has"
+        )
     told += [f"checkpoint: {remark}" for remark in spec.remarks]
     told += [f"can be planned, not run: {obstacle}" for obstacle in spec.obstacles]
     return tuple(told)

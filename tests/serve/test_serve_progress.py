@@ -79,9 +79,10 @@ def test_a_server_tells_its_routing_counts_and_a_plan_takes_them(healthy: Any) -
     before = healthy.get("/status/experts").json()["layers"]
     healthy.complete("The river", max_tokens=8)
     after = healthy.get("/status/experts").json()["layers"]
-    grown = {sum(new) - sum(old) for new, old in zip(after, before, strict=True)}
-    assert len(grown) == 1
-    assert grown.pop() >= 8
+    *grown, drafted = (sum(new) - sum(old) for new, old in zip(after, before, strict=True))
+    assert len(set(grown)) == 1
+    assert grown[0] >= 8
+    assert drafted > 0, "the draft head's experts are the last layer"
     command = [sys.executable, "-m", "deploy.cli", "plan", "--ranks", "2", "--json"]
     done = subprocess.run(
         [*command, "--counts", f"{healthy.base_url}/v1"],
