@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Callable
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,14 @@ Run = Callable[..., tuple[int, str, str]]
 CONFIGS = (
     "GLM-5.3-Flash", "Qwen3.6-35B-A3B-FP8", "Qwen3.8-Flash-Next", "Qwen3.8-Flash-Next-FP8",
 )  # fmt: skip
+QUICK = (
+    ("GLM-5.3-Flash", 6), ("Qwen3.6-35B-A3B-FP8", 4), ("Qwen3.8-Flash-Next", 4),
+    ("Qwen3.8-Flash-Next-FP8", 6),
+)  # fmt: skip
+CELLS = [
+    pytest.param(*cell, marks=() if cell in QUICK else pytest.mark.slow)
+    for cell in product(CONFIGS, (4, 6))
+]
 
 
 @pytest.fixture
@@ -42,8 +51,7 @@ def flags_of(way: list[dict[str, str]]) -> list[str]:
     return [part for match in found if match is not None for part in match.groups()]
 
 
-@pytest.mark.parametrize("ranks", [4, 6])
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize(("name", "ranks"), CELLS)
 def test_every_remedy_fits_when_its_flags_are_given(
     plan: Run, config_path: Callable[[str], str], name: str, ranks: int
 ) -> None:

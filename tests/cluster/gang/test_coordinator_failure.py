@@ -6,12 +6,18 @@ import asyncio
 
 import pytest
 
+from cluster import gang
 from cluster.client import EngineState, NotServing
 from cluster.gang import RankDied
 from placement.errors import ErrorKind, RankError
 
 PLACES = [(phase, rank) for phase in ("place", "assign", "open", "load", "run") for rank in (0, 1)]
 PLACES.append(("listen", 0))  # the only rank with a part in this phase
+
+
+@pytest.fixture(autouse=True)
+def _scripted_peers_settle_soon(monkeypatch):
+    monkeypatch.setattr(gang, "SETTLE_S", 0.1)
 
 
 @pytest.mark.parametrize(("phase", "rank"), PLACES)
