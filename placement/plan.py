@@ -31,7 +31,7 @@ from placement.physical import DTYPE_BYTES
 from placement.roofline import StepEstimate, estimate_decode_step, expert_bytes
 from placement.sizing import PrefixStates, Shortfall, Sizing, make_sizing, shortfall
 from placement.spec import MAX_DRAFTS, ModelSpec
-from placement.topology import Topology, emulated_topology, find_profile
+from placement.topology import HOST_PROFILE, Topology, emulated_topology, find_profile
 
 HOST_ROW = "host_memory"  # of a shortfall that is the machine's, not a chip's
 
@@ -220,7 +220,7 @@ def host_shortfall(
 
     A table that is mapped from its file takes page cache only and is not counted.
     """
-    if config.device != "cpu":
+    if config.device != HOST_PROFILE.device:
         return None
     needed = prefix.host_bytes * config.ranks
     if options.ledger.ngram_table is TablePlace.HOST:
@@ -360,7 +360,7 @@ def _assumptions(
         told.append("n-gram table: one copy in host memory for all ranks, rows copied each step")
     if options.ledger.ngram_table is TablePlace.MMAP:
         told.append("n-gram table: read from its file; host memory is page cache, not counted")
-    if prefix.host and config.device != "cpu":
+    if prefix.host and config.device != HOST_PROFILE.device:
         told.append(
             f"host memory: states of prefixes take {prefix.host_bytes * config.ranks} bytes of it, "
             "which were not compared with what the box has"
