@@ -143,9 +143,13 @@ class PrefixCache:
         sequence.pages, sequence.nodes = [], []
         sequence.next_save = 0
 
-    def forget(self, sequence: Sequence) -> None:
-        """Cuts off all that `sequence` has added: its values can't be trusted."""
-        added = sequence.nodes[sequence.num_hit // self.page_tokens :]
+    def forget(self, sequence: Sequence, with_hit: bool) -> None:
+        """Cuts off all that `sequence` has added: its values can't be trusted.
+
+        Nor can what it found, when the first row after that was not finite already.
+        """
+        found = 0 if with_hit else min(sequence.num_hit, sequence.cached_tokens)
+        added = sequence.nodes[found // self.page_tokens :]
         if not added or not added[0].is_cached:
             return
         for node in self.tree.cut(added[0]):

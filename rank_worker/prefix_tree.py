@@ -21,13 +21,13 @@ Page = tuple[int, ...]  # the token ids of a full page
 class Node:
     """A full page after its parent's. `key` stands for all tokens from the root on."""
 
-    parent: Node | None
+    parent: Node | None = field(repr=False)
     tokens: Page
     page: int
     depth: int  # pages from the root, its own included
     key: int
     is_drafted: bool = False  # the draft head has entries of all its tokens
-    children: dict[Page, Node] = field(default_factory=dict)
+    children: dict[Page, Node] = field(default_factory=dict, repr=False)
     users: int = 0  # sequences whose path leads through it
     used: int = 0  # when the last of them left
     is_cached: bool = True  # False: cut off; its page is free when the last user has left

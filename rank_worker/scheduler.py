@@ -101,7 +101,7 @@ class Scheduler:
         for sequence in decoding:
             self._add_decode(outline, sequence)
         reserved = self._reserve_for_drafts(outline)
-        if not decoding or self.pacer.allows_prefill:
+        if not outline.decode or self.pacer.allows_prefill:
             self._add_prefills(outline)
         if self.limits.num_drafts:
             outline.budget += reserved
@@ -183,12 +183,12 @@ class Scheduler:
             reason = sequence.finish_after(token, self.limits.context_tokens)
             if reason is not None:
                 break
-        sequence.last_on_device = True
+        is_first, sequence.last_on_device = not sequence.last_on_device, True
         sequence.accepted_tokens += min(len(taken), len(tokens) - 1)
         self.generation_tokens += len(taken)
         is_bad = reason is FinishReason.ERROR
         if is_bad:
-            self.cache.forget(sequence)
+            self.cache.forget(sequence, with_hit=is_first)
         else:
             self.cache.publish(sequence)
         if reason is not None:
