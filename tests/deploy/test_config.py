@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import fields
 from pathlib import Path
 
@@ -34,6 +35,21 @@ def test_a_given_model_runs_on_one_rank_and_given_ranks_stay(tmp_path: Path) -> 
     assert load_config(overrides={"model": str(tmp_path)}).ranks == 1
     assert load_config(overrides={"ranks": 1}).ranks == 1
     assert load_config(write(tmp_path, "ranks: 1")).ranks == 1
+
+
+def test_reuse_is_on_and_drafts_are_two_where_there_is_a_draft_head(
+    embedded_model_dir: Path, random_checkpoint: Callable[..., Path]
+) -> None:
+    """Drafts are the model's matter until they are asked for; none is an answer, too."""
+    config = load_config()
+    assert config.prefix_cache
+    assert config.engine().prefix_cache
+    assert (config.mtp, config.engine().mtp) == (2, 2)
+    headless = str(random_checkpoint(layers=4, mtp=False))
+    assert load_config(overrides={"model": headless}).mtp == 0
+    for asked in (0, 4):
+        assert load_config(overrides={"mtp": asked}).engine().mtp == asked
+    assert not load_config(overrides={"prefix_cache": False}).engine().prefix_cache
 
 
 def test_flags_override_the_file(tmp_path: Path) -> None:
@@ -73,6 +89,9 @@ def test_defaults_of_both_configurations_agree() -> None:
         ("port: 65536", "port = 65536"),
         ("device: tpu", "device = 'tpu': Input should be 'cpu', 'cuda' or 'npu'"),
         ("step_timeout_s: 0", "step_timeout_s = 0"),
+        ("mtp: 5", "mtp = 5"),
+        ("prefix_bytes: -2", "prefix_bytes = -2"),
+        ("decode_share: 1", "decode_share = 1"),
         ("ranks: [", "is not valid YAML"),
         ("- ranks", "must hold `key: value` lines, found a list"),
     ],
