@@ -202,6 +202,33 @@ def test_status_and_metrics_tell_hits_tiers_and_what_drafts_bring(serve: Any) ->
     serve(body)
 
 
+def test_every_rank_tells_its_own_copies_and_memory(serve: Any) -> None:
+    """Also those of the last steps before it fell idle, which it is asked about for as long."""
+
+    async def body(server: Server) -> None:
+        for _ in range(2):
+            await server.usage(TEXT_URL, False, STORY)
+        await server.idle_leader()
+        async with asyncio.timeout(WAIT_S):
+            while True:
+                leader, other = (await server.http.get("/status")).json()["snapshots"]
+                copies = other["prefix_cache"]["copies"]
+                if copies["restore"]["count"]:
+                    break
+                await asyncio.sleep(0.02)
+        for kind, told in leader["prefix_cache"]["copies"].items():
+            assert copies[kind]["count"] == told["count"]
+            assert (copies[kind]["bytes"] > 0) == (told["count"] > 0)
+        assert other["prefix_cache"]["cells"] == leader["prefix_cache"]["cells"]
+        assert all(size > 0 for size in other["prefix_cache"]["cell_bytes"].values())
+        assert other["prefix_cache"]["misses"] == {}, "tokens are rank 0's to count"
+        copied = await server.metrics("nrank_state_copy_bytes_total")
+        name = 'nrank_state_copy_bytes_total{kind="restore",rank="1"}'
+        assert copied[name] == copies["restore"]["bytes"]
+
+    serve(body, ranks=2)
+
+
 def test_the_least_priority_goes_first(serve: Any) -> None:
     """One sequence runs at a time; of those that wait, the later but more urgent one is next."""
 
