@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -32,7 +33,9 @@ START_RETRY_S = 5.0
 ASK_S = 5.0  # a rank that runs answers a question in this time
 CLOSE_S = 5.0  # readers get this long to take the last batch of a stream that we ended
 # Error batches that we make ourselves: before the first token they are refusals.
-OWN_KINDS = (ErrorKind.RANK_FAILURE, ErrorKind.DRAINING, ErrorKind.HELD)
+OWN_KINDS = (
+    ErrorKind.RANK_FAILURE, ErrorKind.DRAINING, ErrorKind.HELD, ErrorKind.DEADLINE,
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -41,6 +44,7 @@ class CoordinatorSettings:
 
     max_queue_requests: int = 64  # admitted beyond those that can run at once
     drain_timeout_s: float = 30.0
+    request_timeout_s: float = 0.0  # from admission to the last token; 0: none
     restart: RestartPolicy = field(default_factory=RestartPolicy)
     snapshot_interval_s: float = 1.0
     model_id: str = ""
@@ -132,7 +136,7 @@ class Coordinator:
         try:
             first = True
             while True:
-                batch = await stream.get()
+                batch = await self._next_batch(stream)
                 if first and not batch.token_ids and batch.error_kind in OWN_KINDS:
                     raise self._refusal(ErrorKind(batch.error_kind), batch.error_message or "")
                 first = False
@@ -141,6 +145,20 @@ class Coordinator:
                     return
         finally:
             self._close(stream)
+
+    async def _next_batch(self, stream: Stream) -> TokenBatch:
+        """What comes next; past its deadline a stream ends with an error."""
+        limit_s = self._settings.request_timeout_s
+        if not limit_s:
+            return await stream.get()
+        left_s = stream.start_s + limit_s - time.monotonic()
+        try:
+            async with asyncio.timeout(max(0.0, left_s)):
+                return await stream.get()
+        except TimeoutError:
+            text = f"not finished within request_timeout_s={limit_s:g}: {stream.num_tokens} tokens"
+            stream.fail(ErrorKind.DEADLINE, f"{text} were made; ask for fewer or retry later")
+            return await stream.get()
 
     def _admit(self, request: EngineRequest) -> Stream:
         try:

@@ -24,8 +24,9 @@ from cluster.completion import AnswerFormat, ChatFormat, TextFormat, usage
 from cluster.http_errors import BodyTooLarge, install_error_handlers
 from cluster.http_trace import HttpTrace
 from cluster.model_card import ModelCard
-from cluster.protocol import ChatBody, CompletionBody
+from cluster.protocol import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
 from cluster.sse import EventStream, SseResponse, until_disconnect
+from cluster.tokenize_routes import detokenize, tokenize
 from cluster.tokens import Tokenizer
 from cluster.validate import (
     ValidRequest,
@@ -41,6 +42,7 @@ METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {"4XX": {"description": "OpenAI error envelope"}}
 
+Convert = Callable[[dict[str, Any], ModelCard, Tokenizer], dict[str, Any]]
 Validate = Callable[[dict[str, Any], ModelCard, Tokenizer], ValidRequest]
 
 
@@ -61,6 +63,8 @@ def make_app(
     routes = _Routes(engine, model, tokenizer, settings or EdgeSettings())
     app.post("/v1/chat/completions", openapi_extra=_body_doc(ChatBody))(routes.chat)
     app.post("/v1/completions", openapi_extra=_body_doc(CompletionBody))(routes.completions)
+    app.post("/tokenize", openapi_extra=_body_doc(TokenizeBody))(routes.tokenize)
+    app.post("/detokenize", openapi_extra=_body_doc(DetokenizeBody))(routes.detokenize)
     app.get("/v1/models")(routes.models)
     app.get("/v1/models/{model_id:path}", responses=_REFUSALS)(routes.model)
     app.get("/health")(routes.health)
@@ -91,6 +95,17 @@ class _Routes:
     async def completions(self, request: Request) -> Response:
         style = TextFormat(f"cmpl-{uuid.uuid4().hex}", self._card.id, int(time.time()))
         return await self._generate(request, valid_completion, style)
+
+    async def tokenize(self, request: Request) -> Response:
+        return await self._convert(request, tokenize)
+
+    async def detokenize(self, request: Request) -> Response:
+        return await self._convert(request, detokenize)
+
+    async def _convert(self, request: Request, convert: Convert) -> Response:
+        raw = parse_json(await read_body(request, self._settings.max_body_bytes))
+        answer = await asyncio.to_thread(convert, raw, self._card, self._tokenizer)
+        return JSONResponse(answer)
 
     async def models(self) -> Response:
         return JSONResponse({"object": "list", "data": [await self._model_entry()]})
@@ -203,7 +218,7 @@ def _log_request(request: Request, answer_id: str, valid: ValidRequest) -> None:
     )
 
 
-def _body_doc(body: type[ChatBody] | type[CompletionBody]) -> dict[str, Any]:
+def _body_doc(body: type[ModelBody]) -> dict[str, Any]:
     """OpenAPI entry of a body that the route reads itself, for one envelope of all errors."""
     schema = body.model_json_schema(mode="validation")
     definitions = schema.pop("$defs", {})

@@ -92,15 +92,20 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class GenerationBody(BaseModel):
-    """Fields that both routes share. A null field is an absent one (dropped before parsing).
-
-    Of waiting requests the one with the least `priority` goes first, and it is preempted last.
-    """
+class ModelBody(BaseModel):
+    """Names the model. A null field is an absent one (dropped before parsing)."""
 
     model_config = ConfigDict(strict=True, extra="ignore", allow_inf_nan=False)
 
     model: str
+
+
+class GenerationBody(ModelBody):
+    """Fields that both routes share.
+
+    Of waiting requests the one with the least `priority` goes first, and it is preempted last.
+    """
+
     max_tokens: Annotated[int, Field(ge=1)] | None = None
     temperature: Annotated[float, Field(ge=0, le=2)] | None = None
     top_p: Annotated[float, Field(gt=0, le=1)] | None = None
@@ -143,3 +148,19 @@ class CompletionBody(GenerationBody):
     max_tokens: Annotated[int, Field(ge=0)] | None = None
     echo: bool = False
     logprobs: Annotated[int, Field(ge=0, le=MAX_LOGPROBS)] | Literal[False] | None = None
+
+
+class TokenizeBody(ModelBody):
+    """POST /tokenize: a text, or a chat. Special tokens are added to a text unless told not to."""
+
+    prompt: str | None = None
+    messages: Annotated[list[dict[str, Any]], Field(min_length=1)] | None = None
+    add_special_tokens: bool | None = None
+    return_token_strs: bool = False
+    chat_template_kwargs: dict[str, Any] = Field(default_factory=dict)
+
+
+class DetokenizeBody(ModelBody):
+    """POST /detokenize."""
+
+    tokens: list[int]

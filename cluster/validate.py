@@ -24,6 +24,7 @@ from cluster.protocol import (
     ChatBody,
     CompletionBody,
     GenerationBody,
+    ModelBody,
 )
 from cluster.reasoning import Section, section_after
 from cluster.tokens import Tokenizer
@@ -33,7 +34,7 @@ from rank_worker.messages import EngineRequest, SamplingParams
 _SEED_MASK = 2**63 - 1
 # What pydantic adds to the place of a fault in a field of several types.
 _UNION_MEMBERS = ("str", "list[str]", "list[any]", "constrained-int", "literal[False]")
-BodyT = TypeVar("BodyT", bound=GenerationBody)
+BodyT = TypeVar("BodyT", bound=ModelBody)
 
 
 @dataclass(frozen=True)
@@ -112,7 +113,7 @@ def parse_json(body: bytes) -> dict[str, Any]:
 
 def valid_chat(raw: Mapping[str, Any], card: ModelCard, tokenizer: Tokenizer) -> ValidRequest:
     """Check a chat body and tokenise it. Raises ClientError naming the field."""
-    body = _checked(ChatBody, raw, card)
+    body = checked_body(ChatBody, raw, card)
     options = dict(body.chat_template_kwargs)
     if body.enable_thinking is not None:
         options.setdefault("enable_thinking", body.enable_thinking)
@@ -129,9 +130,9 @@ def valid_chat(raw: Mapping[str, Any], card: ModelCard, tokenizer: Tokenizer) ->
 
 def valid_completion(raw: Mapping[str, Any], card: ModelCard, tokenizer: Tokenizer) -> ValidRequest:
     """Check a completion body and tokenise its texts. Raises ClientError naming the field."""
-    body = _checked(CompletionBody, raw, card)
+    body = checked_body(CompletionBody, raw, card)
     prompts = tuple(
-        Prompt(tokenizer.encode(item) if isinstance(item, str) else _known_ids(item, card))
+        Prompt(tokenizer.encode(item) if isinstance(item, str) else known_ids(item, card, "prompt"))
         for item in _prompt_items(body.prompt)
     )
     if len(prompts) * body.n > MAX_CHOICES:
@@ -164,7 +165,8 @@ def _refuse_constant(name: str) -> float:
     raise ValueError(f"{name} is not a JSON number")
 
 
-def _checked(model: type[BodyT], raw: Mapping[str, Any], card: ModelCard) -> BodyT:
+def checked_body(model: type[BodyT], raw: Mapping[str, Any], card: ModelCard) -> BodyT:
+    """The body with its fields checked, for this server's model. ClientError naming the field."""
     _check_model(raw, card)
     _check_supported(model, raw)
     try:
@@ -191,7 +193,7 @@ def unknown_model(name: str, card: ModelCard) -> ClientError:
     )
 
 
-def _check_supported(model: type[GenerationBody], raw: Mapping[str, Any]) -> None:
+def _check_supported(model: type[ModelBody], raw: Mapping[str, Any]) -> None:
     for name, value in raw.items():
         is_off = UNSUPPORTED_FIELDS.get(name)
         if is_off is None or name in model.model_fields or name in IGNORED_FIELDS:
@@ -237,12 +239,13 @@ def _is_id(item: object) -> bool:
     return isinstance(item, int) and not isinstance(item, bool)
 
 
-def _known_ids(ids: Sequence[int], card: ModelCard) -> tuple[int, ...]:
+def known_ids(ids: Sequence[int], card: ModelCard, field: str) -> tuple[int, ...]:
+    """ClientError for an id that the model doesn't have."""
     for token_id in ids:
         if not 0 <= token_id < card.vocab_size:
             raise ClientError(
                 f"token id {token_id} is outside the vocabulary of {card.vocab_size}",
-                param="prompt",
+                param=field,
             )
     return tuple(ids)
 

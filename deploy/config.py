@@ -67,6 +67,7 @@ class ServeConfig(BaseModel):
     max_queue_requests: int = Field(64, ge=0)
     sse_comment_interval_s: float = Field(15.0, gt=0)
     drain_timeout_s: float = Field(60.0, ge=0)
+    request_timeout_s: float = Field(0.0, ge=0)  # from admission to the last token; 0: none
     restart_limit: int = Field(5, ge=0)
     restart_backoff_s: float = Field(1.0, ge=0)
 

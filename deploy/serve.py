@@ -35,6 +35,7 @@ def settings_of(config: ServeConfig) -> CoordinatorSettings:
     return CoordinatorSettings(
         max_queue_requests=config.max_queue_requests,
         drain_timeout_s=config.drain_timeout_s,
+        request_timeout_s=config.request_timeout_s,
         restart=RestartPolicy(config.restart_limit, config.restart_backoff_s),
         model_id=config.model_name,
         config_hash=config.config_hash,

@@ -280,6 +280,7 @@ class Desk:
         self.script = Script()
         self.settings = CoordinatorSettings(
             max_queue_requests=changes.get("max_queue_requests", 3),
+            request_timeout_s=changes.get("request_timeout_s", 0.0),
             restart=RestartPolicy(**{"backoff_s": 0.001, **policy}),
             snapshot_interval_s=0.005,
             model_id="fake",
