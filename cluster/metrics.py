@@ -119,7 +119,8 @@ METRICS: tuple[MetricSpec, ...] = (
         "nrank_prefix_cache_misses_total",
         _C,
         "Tokens not found: state_dropped and evicted made room for others, no_state was never "
-        "kept, open_page is behind the last full page, new was never seen",
+        "kept, open_page is behind the last full page, scored has its log-probabilities asked "
+        "for, new was never seen",
         (*_MODEL, "reason"),
     ),
     MetricSpec("nrank_prefix_cache_evicted_pages_total", _C, "Pages that made room", _MODEL),

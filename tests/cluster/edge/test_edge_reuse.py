@@ -7,7 +7,7 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.metrics import RANK_SILENT_S, EngineMetrics
+from cluster.metrics import METRICS, RANK_SILENT_S, EngineMetrics
 from rank_worker.messages import CopyFigures, DraftFigures, PrefixFigures, RankSnapshot
 from rank_worker.prefix_cache import MISS_REASONS
 
@@ -81,6 +81,11 @@ def test_hits_and_misses_add_up_over_restarts_and_are_rank_zeros() -> None:
     assert {event: value for (_, event), value in events.items()} == {
         "saved": 20, "spilled": 4, "dropped": 0,
     }  # fmt: skip
+
+
+def test_every_reason_is_explained_where_it_is_read() -> None:
+    (spec,) = (one for one in METRICS if one.name == "nrank_prefix_cache_misses_total")
+    assert [reason for reason in MISS_REASONS if reason not in spec.help] == []
 
 
 def test_tiers_are_gauges_of_what_is_there_now() -> None:
