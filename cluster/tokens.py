@@ -193,15 +193,16 @@ def _require_byte_level(path: Path, decoder: object) -> None:
 
 
 def _vocabulary(fast: FastTokenizer) -> Vocabulary:
+    """By id, as decoding looks them up: several ids may have one piece, and some ids have none."""
     byte_of = _byte_of_char()
-    pieces: dict[int, str] = {index: piece for piece, index in fast.get_vocab().items()}
-    size = max(pieces, default=-1) + 1
+    size = max(fast.get_vocab_size(), 1 + max(fast.get_vocab().values(), default=-1))
+    pieces = [fast.id_to_token(index) or "" for index in range(size)]
     added = fast.get_added_tokens_decoder()
     return Vocabulary(
-        token_bytes=tuple(_piece_bytes(pieces.get(index, ""), byte_of) for index in range(size)),
+        token_bytes=tuple(_piece_bytes(piece, byte_of) for piece in pieces),
         special_ids=frozenset(index for index, token in added.items() if token.special),
         think_ids=frozenset(
-            index for index, piece in pieces.items() if piece in (THINK_OPEN, THINK_CLOSE)
+            index for index, piece in enumerate(pieces) if piece in (THINK_OPEN, THINK_CLOSE)
         ),
     )
 
