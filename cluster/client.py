@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Protocol
 
+from cluster.failure import Failure
 from placement.errors import ErrorKind, NrankError
 from rank_worker.messages import EngineRequest, RankSnapshot, TokenBatch
 from rank_worker.start_report import StartReport
@@ -86,6 +87,7 @@ class EngineStatus:
     configured_tokens: int = 0
     allocated_tokens: int = 0
     certified_tokens: int = 0
+    last_failure: Failure | None = None  # of this server's gangs
     slowest_rank: int = -1  # while ranks load: the one that the others will wait for
     start: StartReport | None = None  # of the gang that serves now
     ranks: tuple[RankStatus, ...] = ()

@@ -327,6 +327,7 @@ class Coordinator:
             configured_tokens=plan.context.configured_tokens,
             allocated_tokens=plan.context.allocated_tokens,
             certified_tokens=plan.context.certified_tokens,
+            last_failure=supervisor.last_failure,
             slowest_rank=late.rank if late is not None else -1,
             start=self._start,
             ranks=self._rank_statuses(),

@@ -18,6 +18,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
+from cluster.failure import own_log_path
 from cluster.gang import RankDied, RankHandle, run_phase
 from cluster.rank_factory import RankEngine, RankFactory, make_rank
 from placement.config import EngineConfig
@@ -59,7 +60,7 @@ class RankWorker:
         # Custom resources have no ids: there the bundle's number stands for the chip.
         chip = int(ids[0]) if ids and str(ids[0]).isdigit() else self._bundle
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
-        return RankIdentity(os.getpid(), context.get_node_id(), chip, address)
+        return RankIdentity(os.getpid(), context.get_node_id(), chip, address, own_log_path())
 
     def assign(self, factory: RankFactory, rank: int, world_size: int) -> None:
         self._engine = factory(self._config, rank, world_size)

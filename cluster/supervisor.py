@@ -12,6 +12,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
+from cluster.failure import Failure
 from cluster.gang import Gang, Launcher
 from cluster.session import GangListener, Session
 from placement.config import EngineConfig
@@ -60,6 +61,7 @@ class Supervisor:
         self.session: Session | None = None
         self.phase = "starting"
         self.reason = ""  # of the last failure, until the gang is ready again
+        self.last_failure: Failure | None = None
         self.epoch = 0  # lives begun
         self.failed = False  # no further restart will be made
         self.fatal: NrankError | None = None  # why, when it is the user's to mend
@@ -124,6 +126,8 @@ class Supervisor:
             await session.run()
         except NrankError as error:
             failure, self.reason = error, str(error)
+            identities = [rank.identity for rank in gang.ranks]
+            self.last_failure = Failure.of(error, self.epoch, identities)
             if self.ready and time.monotonic() - begun_s > self._policy.steady_s:
                 self._row = 0
             raise

@@ -81,6 +81,7 @@ class RankIdentity:
     node: str
     physical_chip: int
     host_address: str
+    log_path: str = ""  # on its own node; "": its errors go nowhere that can be read again
 
 
 @dataclass(frozen=True)

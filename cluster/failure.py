@@ -1,0 +1,63 @@
+"""The end of a gang as its operator wants to read it: who, where, when, and the last words.
+
+The log is the file that a rank writes its errors to; it is there on the rank's own node.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+from placement.errors import NrankError, RankError
+from rank_worker.messages import RankIdentity
+
+TAIL_LINES = 20
+TAIL_BYTES = 8192
+LINE_CHARACTERS = 300
+
+
+@dataclass(frozen=True)
+class Failure:
+    """Why a gang ended. Without a single rank to blame `rank` is -1 and there is no log."""
+
+    epoch: int
+    time_s: float
+    message: str
+    rank: int = -1
+    step: int = -1
+    phase: str = ""
+    log_tail: tuple[str, ...] = ()
+
+    @classmethod
+    def of(cls, error: NrankError, epoch: int, identities: Sequence[RankIdentity]) -> Failure:
+        now_s, text = time.time(), str(error)
+        if not isinstance(error, RankError) or not 0 <= error.rank < len(identities):
+            return cls(epoch, now_s, text)
+        tail = log_tail(identities[error.rank].log_path)
+        return cls(epoch, now_s, text, error.rank, error.step, error.phase, tail)
+
+
+def own_log_path() -> str:
+    """The file that this process writes its errors to; "" when it is none."""
+    try:
+        path = os.readlink("/proc/self/fd/2")
+    except OSError:
+        return ""
+    return path if os.path.isfile(path) else ""
+
+
+def log_tail(path: str) -> tuple[str, ...]:
+    """The last lines of the file; none where it can't be read."""
+    if not path or not os.path.isfile(path):
+        return ()
+    try:
+        with Path(path).open("rb") as file:
+            file.seek(max(0, os.path.getsize(path) - TAIL_BYTES))
+            data = file.read(TAIL_BYTES)
+    except OSError:
+        return ()
+    lines = data.decode("utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+    return tuple(line[:LINE_CHARACTERS] for line in lines)
