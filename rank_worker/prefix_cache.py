@@ -165,6 +165,20 @@ class PrefixCache:
         self.pool.give_back(spare)
         return spare
 
+    def drop_copies(self, sequences: Iterable[Sequence]) -> bool:
+        """Frees cached pages that a sequence alone uses and has computed again itself.
+
+        Its own page takes the place. False when there was none.
+        """
+        copies = []
+        for sequence in sequences:
+            for node, page in zip(sequence.nodes, sequence.pages, strict=False):
+                if node.page != page and node.users == 1:
+                    copies.append(node.page)
+                    node.page, node.is_drafted = page, sequence.is_drafting
+        self.pool.give_back(copies)
+        return bool(copies)
+
     @staticmethod
     def _own_pages(sequence: Sequence) -> list[int]:
         """Pages that the tree doesn't have."""

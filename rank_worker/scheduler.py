@@ -257,6 +257,8 @@ class Scheduler:
                 continue
             if self._take_back_spare(outline, sequence, num_tokens):
                 continue
+            if self.cache.drop_copies(self.running):
+                continue
             victim = self.running[-1]
             self._preempt(outline, victim)
             if victim is sequence:

@@ -20,6 +20,7 @@ from rank_worker.prefix_tree import Node
 from rank_worker.scheduler import NON_FINITE, Scheduler, SchedulerLimits
 from rank_worker.sequence import Sequence
 from rank_worker.state_store import StateStore
+from rank_worker.step_logprobs import StepLogprobs
 from rank_worker.step_plan import (
     INTO_SLOT,
     CopyKind,
@@ -30,6 +31,7 @@ from rank_worker.step_plan import (
     StepPlan,
     decode,
     encode,
+    score_count,
 )
 from rank_worker.streams import Queue
 
@@ -83,6 +85,7 @@ class FakeDevice:
         self.found: dict[int, int] = {}  # slot -> tokens that were there when it was handed out
         self.foretold: dict[int, int] = {}  # the prompt's next token
         self.written: set[int] = set()  # pages of the last step
+        self.scores: list[tuple[float]] = []  # of the last step; a token's is its own id
         self.struck: set[int] = set()  # slots whose values turn not finite in the next step
         self.bad_places: set[tuple[int, int]] = set()  # not finite, as all that comes of them
         self.bad_states: set[tuple[str, int]] = set()
@@ -97,7 +100,7 @@ class FakeDevice:
     def execute(self, plan: StepPlan) -> list[list[int]]:
         plan = decode(encode(plan))
         self.plans.append(plan)
-        self.written = set()
+        self.written, self.scores = set(), []
         self.start(plan)
         for update in plan.page_updates:
             self.tables[update.slot][update.index] = update.page
@@ -200,6 +203,13 @@ class FakeDevice:
         self.computed[row.slot] += row.count
         if not row.flags & RowFlag.SAMPLE:
             self.foretold[row.slot] = row.next_token
+        following = [
+            self.entries[self.place(row.slot, p)][0]
+            for p in range(row.start + 1, row.start + row.count)
+        ]
+        self.scores += [
+            (float(token),) for token in [*following, row.next_token][: score_count(row)]
+        ]
 
     def taint(self, row: Row) -> None:
         """What comes of a value that is not finite is not finite either."""
@@ -309,7 +319,8 @@ class Run:
             sampled[spoil % len(sampled)][-1] = NON_FINITE
         self.scheduler.abort(during)
         before = {s.request.request_id: (s, s.slot) for s in self.scheduler.running}
-        batches = self.scheduler.update(sampled, 1.5, seconds)
+        logprobs = StepLogprobs(None, self.device.scores)
+        batches = self.scheduler.update(sampled, 1.5, seconds, logprobs)
         for batch in batches:
             if batch.finish_reason is FinishReason.ERROR:
                 self.check_forgotten(*before[batch.request_id])

@@ -77,14 +77,15 @@ class World:
         """Each answer is the model's, however it came about; a spoilt one as far as it goes."""
         for batch in self.run.batches[self.num_seen :]:
             name, request = batch.request_id, self.open[batch.request_id]
+            if request.prompt_logprobs and not self.answers[name]:
+                told = [score.logprob for score in batch.prompt_logprobs]
+                assert told == list(request.prompt_ids[1:]), "scores of other tokens"
             self.answers[name] += batch.token_ids
             assert 0 <= batch.cached_tokens < len(request.prompt_ids)
             if batch.finish_reason is None:
                 continue
-            made, right = (
-                tuple(self.answers.pop(name)),
-                expected_ids(request, self.limits.context_tokens),
-            )
+            made = tuple(self.answers.pop(name))
+            right = expected_ids(request, self.limits.context_tokens)
             if batch.finish_reason is FinishReason.ERROR:
                 self.counts["spoilt"] += 1
                 assert made == right[: len(made)], "not the model's answer"
@@ -130,7 +131,10 @@ class World:
         if draw < 0.3 and len(self.open) < MOST_OPEN:
             priority = self.random.choice([0, 0, 0, -1, 1])
             stop = tuple(self.random.sample(range(997), 20))
-            self.add(self.traffic.draw(priority=priority, stop_token_ids=stop))
+            scored = self.random.random() < 0.05
+            self.add(
+                self.traffic.draw(priority=priority, stop_token_ids=stop, prompt_logprobs=scored)
+            )
         elif draw < 0.36:
             self.cancel(self.random.choice(["waiting", "running", "in flight"]))
         elif draw < 0.37:
@@ -229,6 +233,14 @@ def test_a_prompt_goes_on_when_the_only_answer_that_held_it_back_is_preempted() 
     assert run.scheduler.num_preemptions == 1
     run.finish()
     check_answers(run, [answer, prompt])
+
+
+def test_a_prompt_that_is_computed_again_takes_no_more_pages_than_it_has() -> None:
+    """Its log-probabilities are asked for, so it can't use the pages that are cached."""
+    run = Run(replace(LIMITS, num_pages=9))
+    run.answer(*LONG[:24])
+    run.answer(*LONG, 1, 2, max_tokens=2, prompt_logprobs=True)
+    assert run.scheduler.num_preemptions == 0
 
 
 def test_a_prefix_that_is_not_finite_fails_one_request_and_is_computed_again() -> None:
