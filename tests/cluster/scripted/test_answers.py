@@ -12,8 +12,8 @@ from tests.cluster.scripted.client import Answer, Body, Client, Reply
 from tests.cluster.scripted.gated_server import GatedServer
 from tests.golden.scripted_checkpoint import Script, ScriptedCheckpoint
 
-# What a request may ask for beside the text; the text has to be the same.
-EXTRAS: tuple[dict[str, Any], ...] = ({},)
+# What a chat and a completion may ask for beside the text, which stays the same.
+EXTRAS: dict[str, tuple[Body, Body]] = {"text": ({}, {})}
 
 
 @pytest.fixture(params=["plain", "drafts"])
@@ -36,15 +36,15 @@ def counts(answer: Answer) -> dict[str, int]:
     return {**{name: answer.usage[name] for name in names}, "thought": details["reasoning_tokens"]}
 
 
-@pytest.mark.parametrize("extra", EXTRAS)
+@pytest.mark.parametrize("extra", EXTRAS.values(), ids=EXTRAS)
 @pytest.mark.parametrize("name", CASES)
 def test_whole_answers_and_streams_show_the_same_text(
-    client: Client, name: str, extra: dict[str, Any]
+    client: Client, name: str, extra: tuple[Body, Body]
 ) -> None:
     case = CASES[name]
-    fields = {**case.fields, **extra}
-    routes = chat(case.script, **fields), completion(case.script, **fields)
-    (whole_chat, chat_stream), (whole_raw, raw_stream) = client.ask_both_ways(*routes)
+    talking = chat(case.script, **case.fields, **extra[0])
+    completing = completion(case.script, **case.fields, **extra[1])
+    (whole_chat, chat_stream), (whole_raw, raw_stream) = client.ask_both_ways(talking, completing)
     talk = Reply(case.content, case.reasoning, case.finish)
     assert (whole_chat.choices, chat_stream.choices) == ([talk], [talk])
     raw = Reply(case.raw_text, "", case.finish)
