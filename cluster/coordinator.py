@@ -234,7 +234,8 @@ class Coordinator:
 
     def _gang_ready(self, snapshots: tuple[RankSnapshot, ...]) -> None:
         self._start = start_report(self._plan, snapshots)
-        logger.info("%s", self._start.text())
+        for line in self._start.lines():
+            logger.info("%s", line)
 
     def _gang_ended(self, error: NrankError | None) -> None:
         self._start = None

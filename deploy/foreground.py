@@ -185,7 +185,8 @@ class Foreground:
             self._load.update([_progress(rank) for rank in status.ranks])
         if status.start is not None and status.epoch != self._reported:
             self._reported = status.epoch
-            self._say(status.start.text())
+            for line in status.start.lines():
+                self._say(line)
 
     def _say(self, text: str) -> None:
         self._load.clear()

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from placement.experts import as_ranges
 from placement.ledger import ROWS, TablePlace
-from placement.plan import Plan
+from placement.plan import HOST_ROW, Plan
 
 GIB = 1 << 30
 MIB = 1 << 20
@@ -61,6 +61,8 @@ def _verdict(plan: Plan) -> str:
     short = plan.shortfall
     if short is None:
         return "fits"
+    if short.row == HOST_ROW:
+        return f"does not fit: {format_bytes(short.bytes)} missing in this machine's memory"
     return (
         f"does not fit: rank {short.rank}, row {short.row}, {short.bytes} bytes missing "
         f"({format_bytes(short.bytes)})"

@@ -49,9 +49,6 @@ class StartReport:
     drafts_per_step: int = 0
     draft_bytes: tuple[int, ...] = ()  # of the draft head on each rank, with its cache
 
-    def text(self) -> str:
-        return "\n".join(self.lines())
-
     def lines(self) -> tuple[str, ...]:
         """One for the step and all memory, and one each for reuse and drafts, where told."""
         told = [self._step()]

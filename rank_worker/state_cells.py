@@ -96,6 +96,7 @@ class StateCells:
         for tier in (self.device, self.host):
             if node in tier.held:
                 tier.drop(node)
+                self.counts.drops += 1
 
     def _make_room(self) -> list[StateCopy]:
         """Frees one device cell: its state goes to the host, or nowhere where none has room."""

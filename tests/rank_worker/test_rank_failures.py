@@ -172,8 +172,8 @@ def test_a_recurrent_state_with_nan_ends_its_request_only(gang_of: MakeGang) -> 
         scheduler = gang.ranks[0].scheduler
         update = scheduler.update
 
-        def spoil_after(ids: Any, now_s: float, seconds: float) -> list[TokenBatch]:
-            batches: list[TokenBatch] = update(ids, now_s, seconds)
+        def spoil_after(*step: Any) -> list[TokenBatch]:
+            batches: list[TokenBatch] = update(*step)
             running = {s.request.request_id: s for s in scheduler.running}
             if "b" in running and running["b"].num_generated == 4:
                 gang.model(1).layers[0].mixer.state.recurrent[running["b"].slot].fill_(torch.nan)
