@@ -13,7 +13,10 @@ from tests.cluster.scripted.gated_server import GatedServer
 from tests.golden.scripted_checkpoint import Script, ScriptedCheckpoint
 
 # What a chat and a completion may ask for beside the text, which stays the same.
-EXTRAS: dict[str, tuple[Body, Body]] = {"text": ({}, {})}
+EXTRAS: dict[str, tuple[Body, Body]] = {
+    "text": ({}, {}),
+    "logprobs": ({"logprobs": True, "top_logprobs": 2}, {"logprobs": 2}),
+}
 
 
 @pytest.fixture(params=["plain", "drafts"])
