@@ -78,7 +78,8 @@ class Choice:
             return []
         self.cached_tokens = max(self.cached_tokens, batch.cached_tokens)
         self.draft_tokens = max(self.draft_tokens, batch.draft_tokens)
-        self.accepted_tokens = max(self.accepted_tokens, batch.accepted_tokens)
+        before = self.accepted_tokens
+        self.accepted_tokens = max(before, batch.accepted_tokens)
         if self.prompt is not None and batch.prompt_logprobs:
             self.prompt.values = batch.prompt_logprobs
         if self._is_empty:
@@ -91,6 +92,8 @@ class Choice:
                 self._entries.add(Entry(token_id, self._made, batch.logprobs[at]))
             pieces.append(self._token(token_id, is_hidden))
             if self.stopped_by_string:  # tokens after the stop string never were
+                # Of one round at most, whose accepted drafts come first.
+                self.accepted_tokens = min(self.accepted_tokens, before + at + 1)
                 break
         if self.stopped_by_string or batch.finish_reason in _FINISHED:
             pieces.append(self._end(batch))
@@ -168,7 +171,7 @@ def usage(request: ValidRequest, choices: Sequence[Choice]) -> dict[str, Any]:
     """
     prompt_tokens = sum(len(prompt.token_ids) for prompt in request.prompts)
     completion_tokens = sum(choice.completion_tokens for choice in choices)
-    accepted = sum(min(choice.accepted_tokens, choice.completion_tokens) for choice in choices)
+    accepted = sum(choice.accepted_tokens for choice in choices)
     return {
         "prompt_tokens": prompt_tokens,
         "completion_tokens": completion_tokens,

@@ -24,6 +24,8 @@ T = TypeVar("T")
 
 COMMENT = b": waiting\n\n"
 DONE = b"data: [DONE]\n\n"
+# No line ends for SSE, but for clients that cut decoded text into lines.
+_LINE_ENDS = str.maketrans({end: f"\\u{ord(end):04x}" for end in "\x85\u2028\u2029"})
 SSE_HEADERS: Mapping[str, str] = {"Cache-Control": "no-cache", "X-Accel-Buffering": "no"}
 
 
@@ -131,4 +133,5 @@ class SseResponse(Response):
 
 def _data(value: dict[str, Any]) -> bytes:
     text = json.dumps(value, ensure_ascii=False, separators=(",", ":"))
+    text = text.translate(_LINE_ENDS)
     return b"data: " + text.encode("utf-8") + b"\n\n"

@@ -8,6 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
+from collections import deque
 from dataclasses import replace
 
 from placement.errors import ErrorKind
@@ -41,15 +42,24 @@ class Stream:
         self.ended_by_rank = False  # that batch came from rank 0, which has nothing left to end
         self.failure = ""  # the kind of the error that we ended it with
         self.stop_reached = False  # the reader has all it wants: its close is no abort
-        self._pending: TokenBatch | None = None
+        self._pending: deque[TokenBatch] = deque()
         self._wake = asyncio.Event()
 
     def put(self, batch: TokenBatch) -> None:
-        """Adds a batch; anything after the last one is dropped."""
+        """Adds a batch; anything after the last one is dropped.
+
+        Where a stop string may end the answer, rounds of drafts stay apart: how many of each are
+        part of it can't be told from their sum.
+        """
         if self.finished:
             return
         batch = replace(batch, request_id=self.caller_id)
-        self._pending = batch if self._pending is None else merge(self._pending, batch)
+        last = self._pending[-1] if self._pending else None
+        is_same = last is not None and last.draft_tokens == batch.draft_tokens
+        if last is not None and (is_same or not self.request.rounds_apart):
+            self._pending[-1] = merge(last, batch)
+        else:
+            self._pending.append(batch)
         self.num_tokens += len(batch.token_ids)
         self.finished = batch.finish_reason is not None
         self._wake.set()
@@ -69,13 +79,12 @@ class Stream:
         )
 
     async def get(self) -> TokenBatch:
-        """All that has come since the last call, as one batch; waits for the first token."""
-        while self._pending is None:
+        """What has come since the last call, as one batch where it may; waits for a token."""
+        while not self._pending:
             self._wake.clear()
             await self._wake.wait()
-        batch, self._pending = self._pending, None
         self.delivered = True
-        return batch
+        return self._pending.popleft()
 
 
 class StreamTable:

@@ -92,6 +92,7 @@ class ValidRequest:
             stop_token_ids=self.end_token_ids,
             ignore_eos=self.ignore_eos,
             arrival_s=arrival_s,
+            rounds_apart=bool(self.stops),
             logprobs=self.logprobs,
             prompt_logprobs=self.echo and self.logprobs >= 0,
             priority=self.priority,

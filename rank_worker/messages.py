@@ -41,6 +41,7 @@ class EngineRequest:
     arrival_s: float = 0.0  # time.time() at the ingress
     logprobs: int = -1  # with each token its log-probability and so many others; -1: none
     prompt_logprobs: bool = False  # the same for the prompt; needs `logprobs`
+    rounds_apart: bool = False  # batches of draft rounds are never merged on their way
     priority: int = 0  # the least waits least and is preempted last; equal ones by arrival
 
 

@@ -119,7 +119,7 @@ def _reply(choice: dict[str, Any], parts: dict[str, Any]) -> Reply:
 
 def _take(answer: Answer, event: bytes) -> None:
     assert event.startswith(b"data: ")
-    assert len(event.splitlines()) == 1
+    assert len(event.decode().splitlines()) == 1
     assert not answer.is_done, "an event after [DONE]"
     if event == b"data: [DONE]":
         answer.is_done = True

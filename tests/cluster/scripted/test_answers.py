@@ -33,7 +33,6 @@ def completion(script: Script, **fields: Any) -> Body:
 
 
 def counts(answer: Answer) -> dict[str, int]:
-    """Without drafts: how many there were behind a stop string depends on the machine's speed."""
     details = answer.usage["completion_tokens_details"]
     names = ("prompt_tokens", "completion_tokens", "total_tokens")
     return {**{name: answer.usage[name] for name in names}, "thought": details["reasoning_tokens"]}

@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import pytest
 
-from tests.cluster.scripted.cases import DRAFTS, ENDS, MISSES
+from tests.cluster.scripted.cases import DRAFTS, ENDS, MISSES, word
 from tests.cluster.scripted.client import Client, Reply
 from tests.cluster.scripted.gated_server import GatedServer
 from tests.golden.scripted_checkpoint import Script
@@ -44,6 +44,21 @@ def test_usage_tells_the_drafts_that_the_script_says(
         assert details["accepted_prediction_tokens"] == accepted
         assert details["rejected_prediction_tokens"] == drafted - accepted
     assert whole.usage == stream.usage
+
+
+def test_drafts_behind_a_stop_string_count_as_rejected(
+    server_of: Callable[[str], GatedServer],
+) -> None:
+    """Wherever in a round it ends: those of later rounds don't count at all."""
+    script = ENDS[-1]
+    bodies = [{"prompt": script.prompt, "stop": word(at)} for at in range(len(script.pieces))]
+    for at, both in enumerate(Client(server_of("drafts")).ask_both_ways(*bodies)):
+        rounds = -(-at // (DRAFTS + 1))  # the first token comes without one
+        accepted = at - at // (DRAFTS + 1)
+        for answer in both:
+            details = answer.usage["completion_tokens_details"]
+            assert details["accepted_prediction_tokens"] == accepted
+            assert details["rejected_prediction_tokens"] == DRAFTS * rounds - accepted
 
 
 def test_the_rule_has_cases_of_all_kinds() -> None:
