@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import importlib
 import json
 from collections.abc import Awaitable, Callable
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 import httpx
 import pytest
+import torch
 
 from cluster.coordinator import Coordinator, CoordinatorSettings
 from cluster.ingress import make_app
@@ -250,3 +252,53 @@ def test_the_least_priority_goes_first(serve: Any) -> None:
         assert ended == [0, -2, 3, 7]
 
     serve(body, max_sequences=1)
+
+
+def reference_loglikelihoods(model_dir: Path, whole: list[list[int]], last: int) -> list[float]:
+    """Of the `last` tokens of each sequence, by transformers in fp32."""
+    transformers: Any = importlib.import_module("transformers")
+    model = transformers.AutoModelForCausalLM.from_pretrained(model_dir, dtype=torch.float32).eval()
+    sums = []
+    for ids in whole:
+        with torch.inference_mode():
+            logits = model(torch.tensor([ids])).logits[0].double()
+        found = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])
+        sums.append(float(found[-last:].sum()))
+    return sums
+
+
+def test_loglikelihoods_of_an_evaluation_harness_are_the_models_own(
+    serve: Any, embedded_model_dir: Path
+) -> None:
+    """As lm-eval asks (`local-completions`): ids in, echo, one token, one likely token a place.
+
+    Context and continuation: 20 pairs, some longer than a prefill chunk; asked twice, so that
+    prefixes are cached the second time.
+    """
+    tokenizer = Tokenizer.load(embedded_model_dir)
+    text = (Path(__file__).parents[2] / "golden" / "prompt.txt").read_text()
+    ids = tokenizer.encode(text)
+    last = 4
+    whole = [list(ids[at : at + length]) for at, length in zip(
+        range(0, 200, 10), [40, 90, 200, 60, 300] * 4, strict=True
+    )]  # fmt: skip
+    expected = reference_loglikelihoods(embedded_model_dir, whole, last)
+
+    async def body(server: Server) -> None:
+        for _ in range(2):
+            for one, right in zip(whole, expected, strict=True):
+                request = {
+                    "model": MODEL, "prompt": one, "temperature": 0, "max_tokens": 1,
+                    "logprobs": 1, "seed": 1234, "echo": True,
+                }  # fmt: skip
+                answer = await server.http.post(TEXT_URL, json=request)
+                told = answer.json()["choices"][0]["logprobs"]
+                assert len(told["tokens"]) == len(told["top_logprobs"]) == len(one) + 1
+                found = sum(told["token_logprobs"][len(one) - last : len(one)])
+                assert abs(found - right) < 1e-3
+                likely = [
+                    max(top, key=top.__getitem__) for top in told["top_logprobs"][-last - 1 : -1]
+                ]
+                assert all(isinstance(token, str) for token in likely)
+
+    serve(body, step_tokens=64)
