@@ -15,6 +15,19 @@ from ops.cpu import library
 from ops.registry import OpSet
 from ops.spec import Capability
 
+TWO_BUILDERS = """
+import os
+from ops.cpu.library import library
+
+children = []
+for _ in range(2):
+    pid = os.fork()
+    if pid == 0:
+        os._exit(0 if library() else 1)
+    children.append(pid)
+print(*(os.waitpid(pid, 0)[1] == 0 for pid in children))
+"""
+
 
 @pytest.fixture
 def fresh(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[Path]:
@@ -68,10 +81,12 @@ def test_other_dtypes_do_not_build(fresh: Path) -> None:
 
 
 def test_processes_that_build_at_once_both_get_it(fresh: Path) -> None:
-    code = "from ops.cpu.library import library; print(bool(library()))"
-    ranks = [
-        subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        for _ in range(2)
-    ]
-    assert [rank.communicate(timeout=120)[0].strip() for rank in ranks] == ["True", "True"]
+    done = subprocess.run(
+        [sys.executable, "-c", TWO_BUILDERS],
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    assert done.stdout.split() == ["True", "True"]
     assert len(list(fresh.glob("nrank/*"))) == 1
