@@ -18,7 +18,6 @@ from rank_worker.late_streams import LateStreams
 from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
 from rank_worker.prefix_tree import Node
 from rank_worker.scheduler import NON_FINITE, Scheduler, SchedulerLimits
-from rank_worker.sequence import Sequence
 from rank_worker.state_store import StateStore
 from rank_worker.step_logprobs import StepLogprobs
 from rank_worker.step_plan import (
@@ -318,7 +317,7 @@ class Run:
         if spoil is not None and sampled:
             sampled[spoil % len(sampled)][-1] = NON_FINITE
         self.scheduler.abort(during)
-        before = {s.request.request_id: (s, s.slot) for s in self.scheduler.running}
+        before = {s.request.request_id: (s.slot, list(s.nodes)) for s in self.scheduler.running}
         logprobs = StepLogprobs(None, self.device.scores)
         batches = self.scheduler.update(sampled, 1.5, seconds, logprobs)
         for batch in batches:
@@ -328,16 +327,18 @@ class Run:
         self.scheduler.check_integrity()
         return plan
 
-    def check_forgotten(self, sequence: Sequence, slot: int) -> None:
-        """`sequence`, which was in `slot`, ended with a row that was not finite."""
-        device, cache = self.device, self.scheduler.cache
+    def check_forgotten(self, slot: int, nodes: list[Node]) -> None:
+        """The sequence that was in `slot`, on `nodes`, ended with a row that was not finite."""
+        device, cells = self.device, self.scheduler.cache.cells
         added = device.added_pages(slot)
         assert not added & self.cached_pages(), "what is not finite stays cached"
-        for node in cache.tree.match(sequence.tokens, len(sequence.tokens)):
-            cell, host = cache.cells.device.held.get(node), cache.cells.host.held.get(node)
-            kept = {("cell", cell), ("host cell", host)}
-            is_bad = device.is_bad(node.page) or kept & device.bad_states
-            assert not is_bad, "who comes next finds what is not finite"
+        for node in nodes:
+            places = {
+                ("cell", cells.device.held.get(node)),
+                ("host cell", cells.host.held.get(node)),
+            }
+            is_bad = device.is_bad(node.page) or places & device.bad_states
+            assert not (node.is_cached and is_bad), "who comes next finds what is not finite"
 
     def cached_pages(self) -> set[int]:
         return {node.page for node in self.scheduler.cache.tree.nodes()}

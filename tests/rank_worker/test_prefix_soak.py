@@ -9,7 +9,7 @@ from random import Random
 
 import pytest
 
-from rank_worker.messages import EngineRequest, FinishReason
+from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
 from rank_worker.scheduler import Scheduler, SchedulerLimits
 from rank_worker.step_plan import CopyKind
 from tests.rank_worker.fake_device import FakeDevice, Run, check_answers, expected_ids
@@ -48,125 +48,152 @@ class World:
     """One scheduler on one device from start to end, and the requests that it gets."""
 
     def __init__(
-        self, random: Random, limits: SchedulerLimits, device: FakeDevice, scheduler: Scheduler
+        self, limits: SchedulerLimits, device: FakeDevice, scheduler: Scheduler | None = None
     ) -> None:
-        self.random, self.limits = random, limits
+        self.limits = limits
         self.run = Run(limits, device, scheduler)
-        page, context = limits.page_tokens, limits.context_tokens
-        lengths = Lengths((1, context - 2), (0, 2 * page), (1, 12), context)
-        self.traffic = Traffic(random, VOCAB, lengths)
         self.open: dict[str, EngineRequest] = {}
         self.answers: dict[str, list[int]] = {}
+        self.known: list[tuple[int, ...]] = []  # prompts with their answers
         self.counts: Counter[str] = Counter()
         self.num_seen = 0
+        self.is_sound = True
 
     def add(self, request: EngineRequest) -> None:
+        self.counts["requests"] += 1
         self.open[request.request_id] = request
         self.answers[request.request_id] = []
         self.run.add(request)
 
-    def step(self, during: tuple[str, ...] = (), spoil: int | None = None) -> None:
-        seconds = self.random.choice([0.001, 0.002, 0.01, 0.1])
-        self.forget(during)
+    def step(
+        self, seconds: float = 0.01, during: tuple[str, ...] = (), spoil: int | None = None
+    ) -> None:
+        self.is_sound = False  # unless all checks pass
+        self.drop(during)
         self.run.step(during, spoil, seconds)
         counts = self.run.scheduler.cache.counts
         assert counts.queries == counts.hits + sum(counts.misses.values()), "a token not counted"
-        self.listen()
-
-    def listen(self) -> None:
-        """Each answer is the model's, however it came about; a spoilt one as far as it goes."""
         for batch in self.run.batches[self.num_seen :]:
-            name, request = batch.request_id, self.open[batch.request_id]
-            if request.prompt_logprobs and not self.answers[name]:
-                told = [score.logprob for score in batch.prompt_logprobs]
-                assert told == list(request.prompt_ids[1:]), "scores of other tokens"
-            self.answers[name] += batch.token_ids
-            assert 0 <= batch.cached_tokens < len(request.prompt_ids)
-            if batch.finish_reason is None:
-                continue
-            made = tuple(self.answers.pop(name))
-            right = expected_ids(request, self.limits.context_tokens)
-            if batch.finish_reason is FinishReason.ERROR:
-                self.counts["spoilt"] += 1
-                assert made == right[: len(made)], "not the model's answer"
-            else:
-                self.counts["finished"] += 1
-                self.counts["hits"] += batch.cached_tokens > 0
-                self.counts["accepted drafts"] += batch.accepted_tokens
-                assert made == right, "not the model's answer"
-                self.traffic.heard(request, made)
-            del self.open[name]
+            self.listen(batch)
         self.num_seen = len(self.run.batches)
+        self.is_sound = True
 
-    def forget(self, names: tuple[str, ...]) -> None:
+    def listen(self, batch: TokenBatch) -> None:
+        """Each answer is the model's, however it came about; a spoilt one as far as it goes."""
+        name, request = batch.request_id, self.open[batch.request_id]
+        if request.prompt_logprobs and not self.answers[name]:
+            told = [score.logprob for score in batch.prompt_logprobs]
+            assert told == list(request.prompt_ids[1:]), "scores of other tokens"
+        self.answers[name] += batch.token_ids
+        assert 0 <= batch.cached_tokens < len(request.prompt_ids)
+        if batch.finish_reason is None:
+            return
+        made, right = self.answers[name], expected_ids(request, self.limits.context_tokens)
+        if batch.finish_reason is FinishReason.ERROR:
+            self.counts["spoilt"] += 1
+            right = right[: len(made)]
+        else:
+            self.counts["finished"] += 1
+            self.counts["hits"] += batch.cached_tokens > 0
+            self.counts["accepted drafts"] += batch.accepted_tokens
+            self.known.append((*request.prompt_ids, *made))
+        assert tuple(made) == right, "not the model's answer"
+        self.drop((name,))
+
+    def drop(self, names: tuple[str, ...]) -> None:
         for name in names:
             del self.open[name], self.answers[name]
 
-    def cancel(self, kind: str) -> None:
+    def cancel(self, kind: str, which: int) -> None:
         """A waiting or running request between steps, or one while its step runs."""
         scheduler = self.run.scheduler
         queue = scheduler.waiting if kind == "waiting" else scheduler.running
         if not queue:
-            return self.step()
-        name = self.random.choice(queue).request.request_id
+            return
+        name = queue[which % len(queue)].request.request_id
         self.counts[f"cancelled {kind}"] += 1
         if kind == "in flight":
-            return self.step(during=(name,))
-        self.forget((name,))
-        self.run.scheduler.abort([name])
-        self.run.scheduler.check_integrity()
-        return None
+            self.step(during=(name,))
+            return
+        self.drop((name,))
+        scheduler.abort([name])
+        scheduler.check_integrity()
+
+    def strike(self, slot: int) -> None:
+        """What the slot computes in the next step is not finite."""
+        self.run.device.struck.add(slot % self.limits.num_slots)
+        self.step()
 
     def finish(self) -> None:
-        for _ in range(5000):
+        """Until nothing is left; then nothing may be left."""
+        for _ in range(1000):
             if not self.run.scheduler.has_work:
                 assert not self.open, "a request without an end"
-                return self.run.check_idle()
+                self.run.check_idle()
+                return
             self.step()
         raise AssertionError("the requests never end")
-
-    def operate(self) -> None:
-        """One random operation."""
-        draw = self.random.random()
-        if draw < 0.3 and len(self.open) < MOST_OPEN:
-            priority = self.random.choice([0, 0, 0, -1, 1])
-            stop = tuple(self.random.sample(range(997), 20))
-            scored = self.random.random() < 0.05
-            self.add(
-                self.traffic.draw(priority=priority, stop_token_ids=stop, prompt_logprobs=scored)
-            )
-        elif draw < 0.36:
-            self.cancel(self.random.choice(["waiting", "running", "in flight"]))
-        elif draw < 0.37:
-            self.step(spoil=self.random.randrange(4))
-        elif draw < 0.38:
-            self.run.device.struck.add(self.random.randrange(self.limits.num_slots))
-            self.step()
-        elif draw < 0.39:
-            self.finish()
-        else:
-            self.step()
 
     def close(self) -> None:
         """Ends everything and adds up what has happened."""
         self.finish()
-        scheduler, traffic = self.run.scheduler, self.traffic
+        scheduler, counts = self.run.scheduler, self.counts
         copies = Counter(copy.kind.name for plan in self.run.device.plans for copy in plan.copies)
         cells = scheduler.cache.cells.counts
         assert (cells.saves, cells.spills) == (copies["SAVE"], copies["SPILL"])
         assert (cells.restores, cells.fetches) == (copies["RESTORE"], copies["FETCH"])
-        self.counts.update({f"{kind.name.lower()} copies": copies[kind.name] for kind in CopyKind})
-        self.counts.update(
-            {
-                "evictions": scheduler.cache.counts.evicted_pages,
-                "dropped states": cells.drops,
-                "preemptions": scheduler.num_preemptions,
-                "forks": traffic.num_forks,
-                "extensions": traffic.num_extensions,
-                "requests": traffic.num_requests,
-                "steps": len(self.run.device.plans),
-            }
+        for kind in CopyKind:
+            counts[f"{kind.name.lower()} copies"] = copies[kind.name]
+        counts["evictions"] = scheduler.cache.counts.evicted_pages
+        counts["dropped states"] = cells.drops
+        counts["preemptions"] = scheduler.num_preemptions
+        counts["steps"] = len(self.run.device.plans)
+
+
+class Soak(World):
+    """A world whose requests and disturbances are drawn."""
+
+    def __init__(
+        self, random: Random, limits: SchedulerLimits, device: FakeDevice, scheduler: Scheduler
+    ) -> None:
+        super().__init__(limits, device, scheduler)
+        self.random = random
+        page, context = limits.page_tokens, limits.context_tokens
+        lengths = Lengths((1, context - 2), (0, 2 * page), (1, 12), context)
+        self.traffic = Traffic(random, VOCAB, lengths)
+
+    def listen(self, batch: TokenBatch) -> None:
+        super().listen(batch)
+        if self.known:
+            self.traffic.heard(self.known.pop())
+
+    def operate(self) -> None:
+        """One random operation."""
+        draw, pick = self.random.random(), self.random.randrange(100)
+        if draw < 0.3 and len(self.open) < MOST_OPEN:
+            self.add(self.request())
+        elif draw < 0.36:
+            self.cancel(self.random.choice(["waiting", "running", "in flight"]), pick)
+        elif draw < 0.37:
+            self.step(spoil=pick)
+        elif draw < 0.38:
+            self.strike(pick)
+        elif draw < 0.39:
+            self.finish()
+        else:
+            self.step(self.random.choice([0.001, 0.002, 0.01, 0.1]))
+
+    def request(self) -> EngineRequest:
+        return self.traffic.draw(
+            priority=self.random.choice([0, 0, 0, -1, 1]),
+            stop_token_ids=tuple(self.random.sample(range(997), 20)),
+            prompt_logprobs=self.random.random() < 0.05,
         )
+
+    def close(self) -> None:
+        super().close()
+        self.counts["forks"] = self.traffic.num_forks
+        self.counts["extensions"] = self.traffic.num_extensions
 
 
 def soak(
@@ -175,14 +202,13 @@ def soak(
     late_compute: bool = False,
     make_device: MakeDevice = FakeDevice,
     make_scheduler: MakeScheduler = Scheduler,
-    limits: SchedulerLimits | None = None,
 ) -> Counter[str]:
     """What has happened in `operations`; AssertionError when anything went wrong."""
     random, total = Random(seed), Counter[str]()
     for _ in range(-(-operations // WORLD)):
-        drawn = limits or random_limits(random)
-        device = make_device(drawn, random.randrange(2**32), late_compute)
-        world = World(random, drawn, device, make_scheduler(drawn))
+        limits = random_limits(random)
+        device = make_device(limits, random.randrange(2**32), late_compute)
+        world = Soak(random, limits, device, make_scheduler(limits))
         for _ in range(WORLD):
             world.operate()
         world.close()

@@ -26,7 +26,7 @@ class Lengths:
 
 
 class Traffic:
-    """`heard` has to be told every answer: conversations go on from there."""
+    """`heard` has to be told every prompt with its answer: conversations go on from there."""
 
     def __init__(self, random: Random, vocab: int, lengths: Lengths) -> None:
         self.random, self.vocab, self.lengths = random, vocab, lengths
@@ -34,8 +34,8 @@ class Traffic:
         self.finished: deque[tuple[int, ...]] = deque(maxlen=MEMORY)
         self.num_requests = self.num_forks = self.num_extensions = 0
 
-    def heard(self, request: EngineRequest, answer: tuple[int, ...]) -> None:
-        self.finished.append((*request.prompt_ids, *answer))
+    def heard(self, conversation: tuple[int, ...]) -> None:
+        self.finished.append(conversation)
 
     def draw(self, **options: Any) -> EngineRequest:
         kind = self.random.random()
