@@ -122,7 +122,7 @@ class Drafter:
 
         streams [T, S, H] and ids [S] are the step's, accepted [R] has one count a sampled row.
         """
-        entering = tuple(_with_flag(rows, RowFlag.ENTER))
+        entering = _with_flag(rows, RowFlag.ENTER)
         if not entering:
             return
         next_ids = _next_ids(rows, batch, ids)
@@ -133,45 +133,53 @@ class Drafter:
         entries = self.head.enter(streams, next_ids, batch)
         makers = _with_flag(entering, RowFlag.PROPOSE)
         if makers:
-            last = self._accepted_of(rows, makers, accepted)
-            self._chain(entering, makers, entries, last, batch.decisions)
-
-    @staticmethod
-    def _accepted_of(rows: tuple[Row, ...], makers: list[Row], accepted: Tensor) -> Tensor:
-        """[B]: which token of each maker is the last one that stays."""
-        sampled = {row.slot: i for i, row in enumerate(_with_flag(rows, RowFlag.SAMPLE))}
-        counts = accepted[[sampled[row.slot] for row in makers]]
-        fixed = [0 if row.flags & RowFlag.DRAFT else row.count - 1 for row in makers]
-        return counts + torch.tensor(fixed)
+            counts = accepted
+            if len(makers) < len(batch.sampled) or len(entering) < len(rows):
+                counts = accepted.index_select(0, _sampled_at(rows, makers))
+            self._chain(entering, makers, entries, counts, batch.decisions)
 
     def _chain(
-        self, entering: tuple[Row, ...], makers: list[Row], entries: _Entries, last: Tensor,
-        decisions: list[Tensor] | None,
+        self, entering: tuple[Row, ...], makers: tuple[Row, ...], entries: _Entries,
+        accepted: Tensor, decisions: list[Tensor] | None,
     ) -> None:  # fmt: skip
+        """accepted [B]: of each maker's drafts; its last token that stays is the one after them."""
         num_drafts = self.builder.num_drafts
         begins = _begins(entering)
-        at = last + torch.tensor([begins[row.slot] for row in makers])
-        positions = last + torch.tensor([row.start for row in makers])
+        fixed = [0 if _is_draft(row) else row.count - 1 for row in makers]
+        known = zip(fixed, makers, strict=True)
+        places = [[begins[row.slot] + last, row.start + last] for last, row in known]
+        at, positions = (torch.tensor(places) + accepted[:, None]).unbind(1)
         longest = max(row.start + row.count for row in makers) + num_drafts - 1
         slots = tuple(row.slot for row in makers)
         context = min(longest, self.last_position + 1)
         one = self.builder.draft_rows(slots, context, decisions)
         self.builder.place(one, positions)
-        entries = entries.last(at)
+        entries, guesses = entries.last(at), []
         for index in range(num_drafts):
             logits, streams = self.head.predict(entries, one)
-            ids = self.sampler.sample(logits, one.slots, slots, positions + AHEAD).clamp_(min=0)
-            self.builder.drafts[one.slots, index] = ids
+            ids = self.sampler.draft(logits, one.slots, slots, positions + AHEAD)
+            guesses.append(ids)
             one.note_decision(ids)
             if index + 1 < num_drafts:
                 positions = positions + 1
                 # Beyond the context nothing is verified; the last place is written again.
                 self.builder.place(one, positions.clamp(max=self.last_position))
                 entries = self.head.enter_rows(streams, ids, one)
+        self.builder.drafts.index_copy_(0, one.slots, torch.stack(guesses, dim=1))
 
 
-def _with_flag(rows: tuple[Row, ...], flag: RowFlag) -> list[Row]:
-    return [row for row in rows if row.flags & flag]
+def _with_flag(rows: tuple[Row, ...], flag: RowFlag) -> tuple[Row, ...]:
+    return tuple(row for row in rows if flag in row.flags)
+
+
+def _is_draft(row: Row) -> bool:
+    return RowFlag.DRAFT in row.flags
+
+
+def _sampled_at(rows: tuple[Row, ...], some: tuple[Row, ...]) -> Tensor:
+    """Index among the sampled rows of each of `some`."""
+    at = {row.slot: i for i, row in enumerate(_with_flag(rows, RowFlag.SAMPLE))}
+    return torch.tensor([at[row.slot] for row in some])
 
 
 def _begins(rows: tuple[Row, ...]) -> dict[int, int]:
@@ -192,10 +200,13 @@ def _tokens_of(rows: tuple[Row, ...], flag: RowFlag) -> Tensor:
 
 def _next_ids(rows: tuple[Row, ...], batch: StepBatch, ids: Tensor) -> Tensor:
     """[T]: the token after each token. Sampled where a token was sampled, else known."""
+    ids = ids.clamp(min=0)
+    if batch.all_sampled:
+        return ids
     next_ids = torch.roll(batch.token_ids, -1)
-    next_ids[batch.sample_rows] = ids.clamp(min=0)
+    next_ids[batch.sample_rows] = ids
     begins = _begins(rows)
-    inner = [row for row in rows if not row.flags & RowFlag.SAMPLE]
+    inner = [row for row in rows if RowFlag.SAMPLE not in row.flags]
     if inner:
         ends = torch.tensor([begins[row.slot] + row.count - 1 for row in inner])
         next_ids[ends] = torch.tensor([row.next_token for row in inner])

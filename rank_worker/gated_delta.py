@@ -58,13 +58,15 @@ class GatedDeltaMixer:
         names = ("qkv", "z", "b", "a")
         self.in_proj = pack(torch.cat([weights.pop(f"{prefix}.{name}") for name in names]))
         conv = weights.pop(f"{prefix}.conv")
-        self.conv_weight = conv.reshape(conv.shape[0], conv.shape[-1])
+        self.conv_weight = pack(conv.reshape(conv.shape[0], conv.shape[-1]))
         self.a_log = weights.pop(f"{prefix}.a_log")
         self.dt_bias = weights.pop(f"{prefix}.dt_bias")
         self.norm = weights.pop(f"{prefix}.norm")
         self.out = pack(weights.pop(f"{prefix}.out"))
         self.widths = [self.conv_weight.shape[0], self.value_heads * spec.value_dim]
         self.widths += [self.value_heads, self.value_heads]
+        keys = self.key_heads * spec.key_dim
+        self.qkv_widths = [keys, keys, self.value_heads * spec.value_dim]
         self.state = GatedDeltaState(
             spec, self.value_heads, self.widths[0], parts.num_slots, self.in_proj.dtype
         )
@@ -90,12 +92,11 @@ class GatedDeltaMixer:
         return torch.nn.functional.linear(normed.flatten(1), self.out)
 
     def _heads(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-        spec, tokens = self.spec, channels.shape[0]
-        keys = self.key_heads * spec.key_dim
-        q = channels[:, :keys].reshape(tokens, self.key_heads, spec.key_dim)
-        k = channels[:, keys : 2 * keys].reshape(tokens, self.key_heads, spec.key_dim)
-        v = channels[:, 2 * keys :].reshape(tokens, self.value_heads, spec.value_dim)
-        return q, k, v
+        """q, k [..., key heads, dim] and v [..., value heads, dim] of channels [..., C]."""
+        q, k, v = torch.split_with_sizes(channels, self.qkv_widths, dim=-1)
+        key_shape = (*channels.shape[:-1], self.key_heads, self.spec.key_dim)
+        value_shape = (*channels.shape[:-1], self.value_heads, self.spec.value_dim)
+        return q.view(key_shape), k.view(key_shape), v.view(value_shape)
 
     def _decode(self, channels: Tensor, g: Tensor, beta: Tensor, group: DecodeGroup) -> Tensor:
         """One token a row ([B, 1, ...]), into the state at once."""
@@ -112,8 +113,7 @@ class GatedDeltaMixer:
         mixed = self.ops.causal_conv_verify(
             channels, self.conv_weight, self.state.conv, group.slots
         )
-        heads = self._heads(mixed.view(-1, mixed.shape[2]))
-        q, k, v = (x.view(*mixed.shape[:2], *x.shape[1:]) for x in heads)
+        q, k, v = self._heads(mixed)
         self._uncommitted = _Uncommitted(group, channels, k, v, g, beta)
         out: Tensor = self.ops.gated_delta_verify(
             q, k, v, g, beta, self.key_head, self.state.recurrent, group.slots

@@ -6,6 +6,8 @@ result is a partial sum of routed and shared output, reduced once by the layer d
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 from torch.nn.functional import linear
@@ -25,9 +27,11 @@ class MoeChannel:
     ) -> None:
         pack = parts.device.pack_linear
         self.ops, self.spec = parts.ops, spec
-        self.gate_up = weights.pop(f"{prefix}.experts_gate_up")
-        self.down = weights.pop(f"{prefix}.experts_down")
+        self.gate_up = packed_bank(weights.pop(f"{prefix}.experts_gate_up"), pack)
+        self.down = packed_bank(weights.pop(f"{prefix}.experts_down"), pack)
         self.local_of = local_experts(parts.share, parts.holders[layer], layer)
+        self.num_turns = len(self.local_of)
+        self.owns_all = torch.equal(self.local_of, torch.arange(spec.num_experts)[None])
         names = ("router", "shared_gate", "shared_gate_proj", "shared_up_proj")
         rows = [weights.pop(f"{prefix}.{name}") for name in names]
         self.widths = [row.shape[0] for row in rows[:2]] + [2 * rows[2].shape[0]]
@@ -50,10 +54,25 @@ class MoeChannel:
 
     def _local(self, ids: Tensor, positions: Tensor) -> Tensor:
         """[T, k]: which of this rank's experts computes a route, -1 for a peer's."""
-        if len(self.local_of) == 1:
+        if self.owns_all:
+            return ids
+        if self.num_turns == 1:
             return self.local_of[0].index_select(0, ids.view(-1)).view(ids.shape)
-        turns = self.local_of.index_select(0, positions % len(self.local_of))
+        turns = self.local_of.index_select(0, positions % self.num_turns)
         return turns.gather(1, ids)
+
+
+def packed_bank(bank: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
+    """`bank` [experts, out, in] with each expert in the device's layout.
+
+    Rewritten in place, so that no more than one expert is in memory twice.
+    """
+    strides = bank.stride()
+    for expert in bank:
+        packed = pack(expert)
+        expert.as_strided(packed.shape, packed.stride()).copy_(packed)
+        strides = (bank.stride(0), *packed.stride())
+    return bank.as_strided(bank.shape, strides)
 
 
 def local_experts(share: RankShare, holders: LayerHolders, layer: int) -> Tensor:

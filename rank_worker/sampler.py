@@ -59,15 +59,27 @@ class Sampler:
             ids, bad = self._sample_split(logits, bad, slots, positions)
         return torch.where(bad, NON_FINITE, ids)
 
+    def draft(
+        self, logits: Tensor, slots: Tensor, host_slots: tuple[int, ...], positions: Tensor
+    ) -> Tensor:
+        """A guess [S] at what `sample` gives: the same choice, and any id for a bad row."""
+        if self.comm.world_size == 1 and all(self._is_greedy[s] for s in host_slots):
+            ids: Tensor = self.ops.greedy(logits)
+            return ids
+        return self.sample(logits, slots, host_slots, positions).clamp_(min=0)
+
     def _sample_gathered(
         self, logits: Tensor, bad: Tensor, slots: Tensor, positions: Tensor
     ) -> tuple[Tensor, Tensor]:
         full = self._gather(logits.float())
-        ids = self.ops.sample(
-            full, self.temperature[slots], self.top_k[slots], self.top_p[slots],
-            self.min_p[slots], self.seed[slots], self.choice[slots], positions,
+        temperature, top_k, top_p, min_p, seed, choice = (
+            values.index_select(0, slots)
+            for values in (
+                self.temperature, self.top_k, self.top_p, self.min_p, self.seed, self.choice
+            )
         )  # fmt: skip
-        return ids, self.ops.nonfinite_rows(full)
+        ids = self.ops.sample(full, temperature, top_k, top_p, min_p, seed, choice, positions)
+        return ids, bad if self.comm.world_size == 1 else self.ops.nonfinite_rows(full)
 
     def _gather(self, logits: Tensor) -> Tensor:
         """All ranks' logits [S, vocab]; parts are padded to the widest one for the exchange."""
@@ -89,10 +101,13 @@ class Sampler:
     ) -> tuple[Tensor, Tensor]:
         rows = logits.shape[0]
         if self.last_vocab > self.first_vocab:
+            temperature, seed, choice = (
+                values.index_select(0, slots)
+                for values in (self.temperature, self.seed, self.choice)
+            )
             score, ids = self.ops.sample_local(
-                logits.float(), self.temperature[slots], self.seed[slots], self.choice[slots],
-                positions, self.first_vocab,
-            )  # fmt: skip
+                logits.float(), temperature, seed, choice, positions, self.first_vocab
+            )
         else:
             score = torch.full((rows,), float("-inf"))
             ids = torch.zeros(rows, dtype=torch.int64)

@@ -18,7 +18,7 @@ import torch
 
 from ops.spec import Capability
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
+SOURCE = Path(__file__).with_name("kernels.cpp")  # includes the other ones beside it
 # Native code for this machine's own CPU: the library never leaves it (see `_cache_key`). The math
 # flags let loops vectorise; none of them assumes that values are finite.
 FLAGS = ("-O3", "-march=native", "-fopenmp-simd", "-fno-math-errno", "-fno-trapping-math")
@@ -26,26 +26,33 @@ BUILD_TIMEOUT_S = 120
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
-    "nrank_hyper_mix": (_POINTER,) * 7 + (_INT,) * 5 + (_FLOAT,),
+    "nrank_hyper_mix": (_POINTER,) * 6 + (_INT,) * 5 + (_FLOAT,),
     "nrank_hyper_inject": (_POINTER,) * 3 + (_INT,) * 3,
     "nrank_conv_step": (_POINTER, _INT) + (_POINTER,) * 4 + (_INT,) * 4,
-    "nrank_delta_step": (_POINTER, _POINTER, _INT, _POINTER, _INT) + (_POINTER,) * 7 + (_INT,) * 5,
     "nrank_conv_verify": (_POINTER, _INT) + (_POINTER,) * 4 + (_INT,) * 5,
     "nrank_window_commit": (_POINTER, _INT) + (_POINTER,) * 3 + (_INT,) * 4,
+    "nrank_delta_step": (_POINTER, _POINTER, _INT, _POINTER, _INT) + (_POINTER,) * 6 + (_INT,) * 5,
     "nrank_delta_verify": (_POINTER, _POINTER, _INT, _POINTER, _INT)
-    + (_POINTER,) * 7
+    + (_POINTER,) * 6
     + (_INT,) * 6,
-    "nrank_delta_commit": (_POINTER, _INT, _POINTER, _INT) + (_POINTER,) * 7 + (_INT,) * 6,
+    "nrank_delta_commit": (_POINTER, _INT, _POINTER, _INT) + (_POINTER,) * 6 + (_INT,) * 6,
     "nrank_delta_gates": (_POINTER, _POINTER, _INT) + (_POINTER,) * 4 + (_INT,) * 2,
     "nrank_gated_norm": (_POINTER,) * 3 + (_INT, _POINTER) + (_INT,) * 3 + (_FLOAT, ctypes.c_int),
-    "nrank_route": (_POINTER, _INT) + (_POINTER,) * 3 + (_INT,) * 3 + (ctypes.c_int,),
-    "nrank_rms_norm": (_POINTER, _INT) + (_POINTER,) * 2 + (_INT,) * 3 + (_FLOAT,),
-    "nrank_rope": (_POINTER,) * 4 + (_INT,) * 4,
+    "nrank_rms_norm": (_POINTER, _INT, _INT) + (_POINTER,) * 2 + (_INT,) * 3 + (_FLOAT,),
+    "nrank_gated_swiglu": (_POINTER, _INT, _POINTER, _INT, _POINTER) + (_INT,) * 2,
     "nrank_table_rows": (_POINTER,) * 3 + (_INT,) * 4,
     "nrank_ngram_ids": (_POINTER,) * 5 + (_INT,) * 6,
-    "nrank_gated_swiglu": (_POINTER, _INT, _POINTER, _INT, _POINTER) + (_INT,) * 2,
-    "nrank_attention": (_POINTER,) * 4 + (_INT,) + (_POINTER,) * 6 + (_INT,) * 8 + (_FLOAT,),
-    "nrank_moe": (_POINTER,) * 7 + (_INT,) * 4,
+    "nrank_ngram_gate": (_POINTER,) * 9 + (_INT,) * 4 + (_FLOAT,),
+    "nrank_route": (_POINTER, _INT) + (_POINTER,) * 2 + (_INT,) * 3 + (ctypes.c_int,),
+    "nrank_moe": (_POINTER,) * 6 + (_INT,) * 4,
+    "nrank_rope_tables": (_POINTER,) * 4 + (_INT,) * 2,
+    "nrank_rope": (_POINTER,) * 4 + (_INT,) * 4,
+    "nrank_index_keys": (_POINTER,) * 5 + (_INT,) * 4 + (_FLOAT,),
+    "nrank_select_blocks": (_POINTER,) * 3 + (_INT,) + (_POINTER,) * 2 + (_INT,) * 7,
+    "nrank_attention": (_POINTER,) * 4 + (_INT,) + (_POINTER,) * 4 + (_INT,) * 9 + (_FLOAT,),
+    "nrank_nonfinite_rows": (_POINTER, _INT, _POINTER) + (_INT,) * 2,
+    "nrank_greedy": (_POINTER, _INT, _POINTER) + (_INT,) * 2,
+    "nrank_sample": (_POINTER, _INT) + (_POINTER,) * 9 + (_INT,) * 3,
 }
 
 
@@ -78,7 +85,8 @@ def _cache_key(compiler: str) -> str:
     """Names a build by source, flags, compiler and the CPU's features."""
     version = subprocess.run([compiler, "--version"], capture_output=True, check=False).stdout
     cpu = [x for x in Path("/proc/cpuinfo").read_text().splitlines() if x.startswith("flags")][:1]
-    parts = (SOURCE.read_bytes(), " ".join(FLAGS).encode(), version, "".join(cpu).encode())
+    sources = b"".join(path.read_bytes() for path in sorted(SOURCE.parent.glob("*.cpp")))
+    parts = (sources, " ".join(FLAGS).encode(), version, "".join(cpu).encode())
     return hashlib.sha256(b"\0".join(parts)).hexdigest()[:16]
 
 

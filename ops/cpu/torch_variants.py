@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import grouped_mm, linear, silu, softplus
 
-from ops.reference import conv, moe, sampling
+from ops.reference import conv, moe, rope, sampling
 
 _L2_EPS = 1e-6
 _GROUPED_MULTIPLE = 4  # grouped_mm wants rows of whole 16 bytes
@@ -33,7 +33,7 @@ def _inverse_rms(x: Tensor, eps: float) -> Tensor:
 
 
 @functools.cache
-def _inverse_frequency(rotary_dim: int, theta: float) -> Tensor:
+def inverse_frequency(rotary_dim: int, theta: float) -> Tensor:
     """As in the reference, and only once: [rotary_dim / 2] fp32."""
     exponent = torch.arange(0, rotary_dim, 2, dtype=torch.float32)
     return 1.0 / (theta ** (exponent / rotary_dim))
@@ -42,9 +42,17 @@ def _inverse_frequency(rotary_dim: int, theta: float) -> Tensor:
 def rope_tables(
     positions: Tensor, rotary_dim: int, theta: float, dtype: torch.dtype
 ) -> tuple[Tensor, Tensor]:
-    angles = positions.float().unsqueeze(-1) * _inverse_frequency(rotary_dim, theta)
+    angles = positions.float().unsqueeze(-1) * inverse_frequency(rotary_dim, theta)
     angles = torch.cat((angles, angles), dim=-1)
     return angles.cos().to(dtype), angles.sin().to(dtype)
+
+
+def index_keys(
+    raw: Tensor, scale: Tensor, eps: float, first_positions: Tensor, rotary_dim: int, theta: float
+) -> Tensor:
+    normed = rms_norm(raw.mean(dim=1), scale, eps)
+    tables = rope_tables(first_positions, rotary_dim, theta, raw.dtype)
+    return rope.apply_rope(normed.unsqueeze(1), *tables).squeeze(1)
 
 
 def rms_norm(x: Tensor, scale: Tensor, eps: float) -> Tensor:
@@ -188,6 +196,7 @@ def causal_conv_chunk(
 
 OPERATORS = (
     rope_tables,
+    index_keys,
     rms_norm,
     gated_rms_norm,
     hyper_mix,

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ops.cpu import native, torch_variants
+from ops.cpu import native, native_attention, native_delta, native_sampling, torch_variants
 from ops.cpu.library import available
 from ops.registry import register
 from ops.spec import Capability, Implementation
@@ -16,7 +16,13 @@ def _float32_only(capability: Capability) -> str | None:
     return None if capability.dtype == torch.float32 else "made for float32"
 
 
+_NATIVE = (
+    *native.OPERATORS,
+    *native_attention.OPERATORS,
+    *native_delta.OPERATORS,
+    *native_sampling.OPERATORS,
+)
 VARIANTS: tuple[Implementation, ...] = (
-    *(register(f.__name__, f, _BACKEND, 2, available) for f in native.OPERATORS),
+    *(register(f.__name__, f, _BACKEND, 2, available) for f in _NATIVE),
     *(register(f.__name__, f, _BACKEND, 1, _float32_only) for f in torch_variants.OPERATORS),
 )

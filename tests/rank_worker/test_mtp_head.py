@@ -22,7 +22,7 @@ from transformers.models.qwen4_exp import modeling_qwen4_exp as oracle
 
 from placement.errors import CheckpointError
 from placement.models.registry import load_model_spec
-from rank_worker.messages import EngineRequest
+from rank_worker.messages import EngineRequest, SamplingParams
 from rank_worker.step_plan import RowFlag
 
 PROMPT = tuple((31 * i * i + 7 * i + 5) % 500 for i in range(53))  # sparse from 35 tokens on
@@ -169,6 +169,31 @@ def test_every_pass_equals_a_head_without_cache(
     assert sequence.tokens == known[: len(sequence.tokens)]
     assert accepted == {0, 1, 2}
     assert any(row.flags & RowFlag.DRAFT for plan in one.plans for row in plan.rows)
+
+
+@pytest.mark.parametrize(
+    "sampling",
+    [
+        SamplingParams(),
+        SamplingParams(temperature=0.8, seed=3),
+        SamplingParams(temperature=0.8, top_k=9, top_p=0.8, min_p=0.01, seed=4),
+    ],
+)
+def test_a_guess_is_the_choice_that_the_sampler_would_make(
+    driver: Drivers, folders: dict[str, Path], sampling: SamplingParams
+) -> None:
+    one = driver(2, folders["full"])
+    one.scheduler.add(EngineRequest("a", PROMPT, 9, sampling, ignore_eos=True))
+    (sequence,) = one.scheduler.waiting
+    one.step()
+    sampler, slot = one.runner.sampler, sequence.slot
+    for position in range(5):
+        logits = torch.randn(1, 512) * 3
+        where = torch.tensor([slot]), (slot,), torch.tensor([position])
+        assert torch.equal(sampler.draft(logits, *where), sampler.sample(logits, *where))
+    logits[0, 7] = float("nan")
+    assert sampler.sample(logits, *where).tolist() == [-1]
+    assert 0 <= int(sampler.draft(logits, *where)) < 512
 
 
 def test_the_two_norms_are_told_apart(folders: dict[str, Path]) -> None:
