@@ -7,10 +7,14 @@ import platform
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
+from deploy.bench_gains import DraftRow, Gains, PrefixRow, StreamRow
 from deploy.bench_workloads import Row, Spread
 from deploy.version import git_revision, package_version
+
+if TYPE_CHECKING:
+    from rich.table import Table
 
 CPU_INFO = Path("/proc/cpuinfo")
 MIN_WIDTH = 120
@@ -24,6 +28,8 @@ class Settings:
     dtype: str
     threads_per_rank: int
     repeats: int
+    drafts: int  # a step, in the rows of drafts
+    decode_share: float  # that running answers are to keep beside prefill
 
 
 @dataclass(frozen=True)
@@ -47,25 +53,45 @@ class Origin:
         return cls(git_revision() or "unknown", machine, os.getloadavg())
 
 
-def to_json(origin: Origin, settings: Settings, rows: Sequence[Row]) -> dict[str, Any]:
+def to_json(
+    origin: Origin, settings: Settings, rows: Sequence[Row], gains: Gains
+) -> dict[str, Any]:
+    drafts = [{**asdict(row), "acceptance": row.acceptance} for row in gains.drafts]
     return {
         **asdict(origin),
         "settings": asdict(settings),
         "workloads": [asdict(row) for row in rows],
+        "gains": {**asdict(gains), "drafts": drafts},
     }
 
 
-def print_table(origin: Origin, settings: Settings, rows: Sequence[Row], peer: str) -> None:
-    """Medians with (least-greatest); the ratio is that of the rate that the workload is about."""
-    from rich.box import SIMPLE_HEAD
+def print_report(
+    origin: Origin, settings: Settings, rows: Sequence[Row], gains: Gains, peer: str
+) -> None:
+    """Medians with (least-greatest) as tables, then what was left out and where it is from."""
     from rich.console import Console
-    from rich.table import Table
 
     console = Console(highlight=False)
     console.width = max(console.width, MIN_WIDTH)  # wrapped by the terminal rather than cut
-    table = Table("workload", "system", box=SIMPLE_HEAD)
-    for heading in ("ranks", "decode tok/s", "prefill tok/s", "TTFT ms", f"x {peer}"):
-        table.add_column(heading, justify="right", no_wrap=True)
+    for table in (
+        _peer_table(rows, peer),
+        _draft_table(gains.drafts, settings.drafts),
+        _prefix_table(gains.prefixes),
+        _stream_table(gains.streams, settings.decode_share),
+    ):
+        if table.rows:
+            console.print(table)
+    for line in [
+        *(f"left out: {line}" for line in gains.left_out),
+        *_notes(origin, settings, rows),
+    ]:
+        console.print(line)
+
+
+def _peer_table(rows: Sequence[Row], peer: str) -> Table:
+    """The ratio is that of the rate that the workload is about."""
+    headings = ("ranks", "decode tok/s", "prefill tok/s", "TTFT ms", f"x {peer}")
+    table = _table("decode and prefill, no drafts, no reuse", ("workload", "system"), headings)
     for row in rows:
         table.add_row(
             row.id,
@@ -76,9 +102,66 @@ def print_table(origin: Origin, settings: Settings, rows: Sequence[Row], peer: s
             _cell(row.ttft_s, 1e3),
             _ratio(row, rows, peer),
         )
-    console.print(table)
-    for line in _notes(origin, settings, rows):
-        console.print(line)
+    return table
+
+
+def _draft_table(rows: Sequence[DraftRow], drafts: int) -> Table:
+    """Tokens: how many prompts, theirs and those of the answers; accepted of all that were made."""
+    headings = ("ranks", "tokens", "no drafts", f"{drafts} drafts", "accepted", "speed-up")
+    table = _table("drafts, decode tok/s", ("workload",), headings)
+    for row in rows:
+        share = "-" if row.acceptance is None else f"{row.acceptance:.2f}"
+        table.add_row(
+            row.id,
+            str(row.ranks),
+            f"{row.prompts}: {row.prompt_tokens}+{row.answer_tokens}",
+            _cell(row.plain_tokens_per_s),
+            _cell(row.drafted_tokens_per_s),
+            f"{share} of {row.draft_tokens}",
+            _ratio_cell(row.speedup),
+        )
+    return table
+
+
+def _prefix_table(rows: Sequence[PrefixRow]) -> Table:
+    headings = ("ranks", "cached", "new", "again", "times shorter")
+    table = _table("prompt that was computed before, TTFT ms", ("workload",), headings)
+    for row in rows:
+        table.add_row(
+            row.id,
+            str(row.ranks),
+            f"{row.cached_tokens} of {row.prompt_tokens}",
+            _cell(row.cold_ttft_s, 1e3),
+            _cell(row.warm_ttft_s, 1e3),
+            _ratio_cell(row.speedup),
+        )
+    return table
+
+
+def _stream_table(rows: Sequence[StreamRow], decode_share: float) -> Table:
+    title = f"one stream while a prompt is computed, decode tok/s (decode_share {decode_share:g})"
+    table = _table(title, ("workload",), ("ranks", "alone", "beside", "share kept", "prefill s"))
+    for row in rows:
+        table.add_row(
+            row.id,
+            str(row.ranks),
+            _cell(row.alone_tokens_per_s),
+            _cell(row.beside_tokens_per_s),
+            _ratio_cell(row.share),
+            _cell(row.prefill_s),
+        )
+    return table
+
+
+def _table(title: str, names: Sequence[str], figures: Sequence[str]) -> Table:
+    """Columns of names, then of figures to the right."""
+    from rich.box import SIMPLE_HEAD
+    from rich.table import Table
+
+    table = Table(*names, title=title, title_justify="left", title_style="", box=SIMPLE_HEAD)
+    for heading in figures:
+        table.add_column(heading, justify="right", no_wrap=True)
+    return table
 
 
 def _notes(origin: Origin, settings: Settings, rows: Sequence[Row]) -> list[str]:
@@ -106,6 +189,10 @@ def _cell(spread: Spread | None, factor: float = 1.0) -> str:
         for value in (spread.median, spread.min, spread.max)
     )
     return f"{middle} ({least}-{greatest})"
+
+
+def _ratio_cell(spread: Spread) -> str:
+    return f"{spread.median:.2f} ({spread.min:.2f}-{spread.max:.2f})"
 
 
 def _ratio(row: Row, rows: Sequence[Row], peer: str) -> str:

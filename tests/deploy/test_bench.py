@@ -11,10 +11,19 @@ from typing import Any
 
 import pytest
 
-from deploy import bench_command, cli
+from deploy import bench_measure, cli
+from deploy.bench_gains import Gains
 from deploy.bench_peer import TransformersPeer
-from deploy.bench_report import Origin, Settings, print_table
-from deploy.bench_workloads import FULL, QUICK, Row, Run, Workload, make_workloads
+from deploy.bench_report import Origin, Settings, print_report
+from deploy.bench_workloads import (
+    FULL,
+    QUICK,
+    Row,
+    Run,
+    Workload,
+    make_workloads,
+    usable_ids,
+)
 from placement.errors import ConfigError, NrankError
 
 VOCAB, END = 4096, (1500, 4087)
@@ -54,7 +63,7 @@ def bench(
 def test_a_quick_run_ends_in_json_with_all_fields(
     bench: Callable[..., tuple[int, str, str]],
 ) -> None:
-    code, out, err = bench("--quick", "--ranks", "1", "--repeats", "2", "--json")
+    code, out, err = bench("--quick", "--ranks", "1", "--repeats", "1", "--json")
     assert (code, err) == (0, "")
     table, _, line = out.rstrip("\n").rpartition("\n")
     found = json.loads(line)
@@ -77,9 +86,38 @@ def test_a_quick_run_ends_in_json_with_all_fields(
         else:
             assert row["decode_tokens_per_s"] is None
         for spread in rates:
-            assert 0 < spread["min"] <= spread["median"] <= spread["max"]
+            assert_spread(spread)
     for text in ("x transformers", "load average", *ids):
         assert text in table
+    check_gains(found["gains"], table)
+
+
+def check_gains(gains: dict[str, Any], table: str) -> None:
+    names = ("counting", "retrieval", "prose", "noise", "random-ids")
+    drafts = gains["drafts"]
+    assert [row["id"] for row in drafts] == [f"{name}-{c}" for name in names for c in (1, 4)]
+    for row in drafts:
+        assert (row["ranks"], row["concurrency"]) == (1, row["prompts"])
+        assert row["answer_tokens"] == 8 * row["prompts"]
+        assert row["acceptance"] == row["accepted_tokens"] / row["draft_tokens"]
+        for key in ("plain_tokens_per_s", "drafted_tokens_per_s", "speedup"):
+            assert_spread(row[key])
+    assert drafts[0]["acceptance"] > 0.9
+    (prefix,) = gains["prefixes"]
+    assert (prefix["prompt_tokens"], prefix["cached_tokens"]) == (140, 128)
+    (stream,) = gains["streams"]
+    assert (stream["id"], stream["prompt_tokens"]) == ("beside-540", 540)
+    for key in ("cold_ttft_s", "warm_ttft_s", "speedup"):
+        assert_spread(prefix[key])
+    for key in ("alone_tokens_per_s", "beside_tokens_per_s", "share", "prefill_s"):
+        assert_spread(stream[key])
+    assert gains["left_out"] == []
+    for text in ("2 drafts", "128 of 140", "decode_share 0.55", *(row["id"] for row in drafts)):
+        assert text in table
+
+
+def assert_spread(spread: dict[str, float]) -> None:
+    assert 0 < spread["min"] <= spread["median"] <= spread["max"]
 
 
 def test_no_rate_is_printed_when_the_peer_makes_other_ids(
@@ -104,7 +142,7 @@ def test_no_rate_is_printed_when_the_peer_makes_other_ids(
 def test_systems_take_turns_and_the_warm_up_does_not_count() -> None:
     log: list[str] = []
     systems = [FakeSystem("a", log), FakeSystem("b", log)]
-    rows = bench_command.measure(systems, [WORKLOAD], repeats=3)
+    rows = bench_measure.measure(systems, [WORKLOAD], repeats=3)
     assert log == ["a", "b"] * 4
     assert [row.system for row in rows] == ["a", "b"]
     decode = rows[0].decode_tokens_per_s
@@ -119,7 +157,7 @@ def test_systems_take_turns_and_the_warm_up_does_not_count() -> None:
         (1, 0, ((1, 2, 3), (4, 9, 6)), "b with ranks=1 made other ids than a with ranks=1 from "),
         (1, 2, ((1, 2, 3), (4, 9, 6)), "token 1 of request 1"),
         (0, 3, ((7, 2, 3), (4, 5, 6)), "token 0 of request 0"),
-        (1, 1, ((1, 2), (4, 5, 6)), "token 2 of request 0"),
+        (1, 1, ((1, 2), (4, 5, 6)), "b made 2 tokens for request 0 where 3 were asked for"),
         (0, 0, ((1, 2), (4, 5, 6)), "made 2 tokens for request 0 where 3 were asked for"),
     ],
 )
@@ -130,13 +168,14 @@ def test_any_run_with_other_ids_stops_the_bench(
     systems = [FakeSystem("a", log), FakeSystem("b", log)]
     systems[system].answers = [ANSWERS] * call + [answer]
     with pytest.raises(NrankError, match=expected):
-        bench_command.measure(systems, [WORKLOAD], repeats=3)
+        bench_measure.measure(systems, [WORKLOAD], repeats=3)
 
 
 @pytest.mark.parametrize("sizes", [FULL, QUICK])
 def test_prompts_are_fixed_distinct_and_free_of_special_ids(sizes: Any) -> None:
-    workloads = make_workloads(VOCAB, END, sizes)
-    assert workloads == make_workloads(VOCAB, END, sizes)
+    usable = usable_ids(VOCAB, END)
+    workloads = make_workloads(usable, sizes)
+    assert workloads == make_workloads(usable, sizes)
     assert [w.concurrency for w in workloads] == [1, 4, 1, 1]
     assert [len(w.prompts[0]) for w in workloads] == [sizes.prompt] * 2 + list(sizes.prefills)
     assert len(set(workloads[1].prompts)) == 4
@@ -148,10 +187,10 @@ def test_prompts_are_fixed_distinct_and_free_of_special_ids(sizes: Any) -> None:
 
 def test_an_end_token_in_the_middle_of_the_vocabulary_is_left_out() -> None:
     ends = tuple(range(1024, 3071))
-    workloads = make_workloads(VOCAB, ends, QUICK)
+    workloads = make_workloads(usable_ids(VOCAB, ends), QUICK)
     assert {i for w in workloads for prompt in w.prompts for i in prompt} == {3071}
     with pytest.raises(ConfigError, match="a vocabulary of 1 leaves no ids"):
-        make_workloads(1, (), QUICK)
+        usable_ids(1, ())
 
 
 def test_the_peer_measures_again_when_the_answer_took_less_than_its_first_token(
@@ -180,9 +219,10 @@ def test_the_ratio_is_that_of_the_rate_a_workload_is_about(
         Row.of(prefill, engine, [Run(((1,),), 0.2)]),
     ]
     origin = Origin("abc", {"cpu": "some", "cores": 2}, (0.5, 1.0, 1.5))
-    print_table(origin, Settings("/models/m", "float32", 1, 1), rows, "peer")
+    print_report(origin, Settings("/models/m", "float32", 1, 1, 2, 0.5), rows, Gains(), "peer")
     out = capsys.readouterr().out
-    ratios = [line.split()[-1] for line in out.splitlines() if line.lstrip().startswith(("d", "p"))]
+    starts = ("  decode-", "  prefill-")
+    ratios = [line.split()[-1] for line in out.splitlines() if line.startswith(starts)]
     assert ratios == ["1.00", "4.00", "1.00", "1.50"]
     assert "m in float32, commit abc" in out
     assert "not scaling" in out
