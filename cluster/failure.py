@@ -17,11 +17,15 @@ from rank_worker.messages import RankIdentity
 TAIL_LINES = 20
 TAIL_BYTES = 8192
 LINE_CHARACTERS = 300
+RUN = "run"
 
 
 @dataclass(frozen=True)
 class Failure:
-    """Why a gang ended. Without a single rank to blame `rank` is -1 and there is no log."""
+    """Why a gang ended. Without a single rank to blame `rank` is -1 and there is no log.
+
+    A start phase names itself; where a rank died without a word the phase is "run".
+    """
 
     epoch: int
     time_s: float
@@ -37,7 +41,7 @@ class Failure:
         if not isinstance(error, RankError) or not 0 <= error.rank < len(identities):
             return cls(epoch, now_s, text)
         tail = log_tail(identities[error.rank].log_path)
-        return cls(epoch, now_s, text, error.rank, error.step, error.phase, tail)
+        return cls(epoch, now_s, text, error.rank, error.step, error.phase or RUN, tail)
 
 
 def own_log_path() -> str:

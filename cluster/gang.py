@@ -93,9 +93,15 @@ class _Outcome:
 
 
 async def run_phase(
-    phase: str, calls: Mapping[int, Awaitable[T]], timeout_s: float, setting: str
+    phase: str,
+    calls: Mapping[int, Awaitable[T]],
+    timeout_s: float,
+    setting: str,
+    grace_s: float = 0.0,
 ) -> dict[int, T]:
     """Awaits one call a rank. The first failure or the deadline ends the phase.
+
+    Ranks that keep the same deadline themselves know more: they get `grace_s` to tell it.
 
     Raises RankError that names the failed rank and those that did not answer, with `setting`,
     the configuration key of the deadline.
@@ -104,7 +110,7 @@ async def run_phase(
         asyncio.ensure_future(call): rank for rank, call in calls.items()
     }
     try:
-        outcome = await _gather(tasks, timeout_s)
+        outcome = await _gather(tasks, timeout_s + grace_s)
     finally:
         for task in tasks:
             task.cancel()
@@ -234,7 +240,8 @@ class Gang:
         on_phase("connecting")
         await self._phase("assign", lambda i, r: r.assign(i, self.world_size), *start)
         port = (await run_phase("listen", {0: self.leader.listen()}, *start))[0]
-        await self._phase("connect", lambda _, rank: rank.open(port), *start)
+        calls = {i: rank.open(port) for i, rank in enumerate(self.ranks)}
+        await run_phase("connect", calls, *start, grace_s=SETTLE_S)
         on_phase(LOADING)
         await self._load(on_progress)
         on_phase("warming up")
