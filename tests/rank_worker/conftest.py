@@ -92,7 +92,7 @@ def chat(embedded_model_dir: Path) -> Callable[[str], tuple[int, ...]]:
 
     def ids(text: str) -> tuple[int, ...]:
         messages = [{"role": "user", "content": text}]
-        made = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
+        made: Any = tokenizer.apply_chat_template(messages, add_generation_prompt=True)
         return tuple(made["input_ids"])
 
     return ids

@@ -260,7 +260,7 @@ def spoilt_experts(gang: ThreadGang, rank: int, name: str, when: Callable[[Any],
 
 def tokens_of(batch: Any, slot: int) -> list[int]:
     """Which tokens of the step are the slot's."""
-    found = []
+    found: list[int] = []
     for group in batch.groups:
         for row, at in enumerate(group.slots.tolist()):
             if at == slot:
@@ -329,9 +329,9 @@ def test_a_prefix_that_is_not_finite_fails_one_request_and_no_more(
     """Whoever computed it was cancelled before its values showed: after its state was kept, or
     before, so that a healthy request keeps its own with those pages.
     """
-    prompt, scheduler = random_prompt(650, 60), spoilable.ranks[0].scheduler
-    assert scheduler is not None
-    update, truth = scheduler.update, truth_of("random-8")
+    prompt, truth = random_prompt(650, 60), truth_of("random-8")
+    scheduler: Any = spoilable.ranks[0].scheduler
+    update = scheduler.update
 
     def cancelling(*args: Any) -> Any:
         if has_state and any(s.num_computed == 48 for s in scheduler.running):
@@ -341,12 +341,12 @@ def test_a_prefix_that_is_not_finite_fails_one_request_and_no_more(
             scheduler.abort(["first"])
         return batches
 
-    scheduler.update = cancelling  # type: ignore[method-assign]
+    scheduler.update = cancelling
     other = EngineRequest("other", random_prompt(651, 30), 8, ignore_eos=True)
     with spoilt_experts(spoilable, 1, "first", lambda sequence: True):
         spoilable.ranks[0].submit([EngineRequest("first", prompt, 6, ignore_eos=True)])
         truth.check(other, spoilable.run(other)["other"][0])
-    scheduler.update = update  # type: ignore[method-assign]
+    scheduler.update = update
     seen = []
     for number in range(4):
         again = EngineRequest(f"again {number}", prompt, 6, ignore_eos=True)

@@ -108,8 +108,8 @@ def margins(logits: Tensor, ids: Sequence[int], p: SamplingParams, first: int) -
     if p.temperature:
         rows, vocab = logits.shape
         scaled = logits / p.temperature
-        of_all = [torch.full((rows,), value) for value in (p.seed, p.choice)]
-        noise = gumbel(*of_all, torch.arange(first, first + rows), torch.arange(vocab))
+        seed, choice = torch.full((rows,), p.seed), torch.full((rows,), p.choice)
+        noise = gumbel(seed, choice, torch.arange(first, first + rows), torch.arange(vocab))
         limits = [torch.full((rows,), value) for value in (p.top_k, p.top_p, p.min_p)]
         kept = _kept(scaled, *limits)
         scores = (scaled + noise).masked_fill(~kept, float("-inf")) * p.temperature
