@@ -16,9 +16,11 @@ from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
+from ray.serve.schema import ApplicationStatus
 
 from cluster.client import EngineStatus, NotServing
 from cluster.coordinator import Coordinator, CoordinatorSettings
+from cluster.rank_factory import RankFactory, make_rank
 from cluster.ray_gang import RayLauncher
 from placement.config import EngineConfig
 from placement.errors import ClientError, ErrorKind
@@ -29,6 +31,8 @@ from rank_worker.messages import EngineRequest, FinishReason, RankSnapshot, Toke
 
 T = TypeVar("T")
 
+DELETED_S = 2.0  # between two looks at whether Serve ends the application
+HEALTH_S = 10.0  # three health checks in a row of this length: a coordinator that stands still
 ASK_S = 10.0  # a coordinator that does not answer a question for this long is not there
 TRANSPORT = (RayError, RayServeException)
 
@@ -65,14 +69,31 @@ class CoordinatorReplica:
     """Serve's side of a Coordinator: forwards, and ends the gang with the replica."""
 
     async def __init__(  # type: ignore[misc]  # Serve awaits a constructor
-        self, config: EngineConfig, settings: CoordinatorSettings, resource: str
+        self,
+        config: EngineConfig,
+        settings: CoordinatorSettings,
+        resource: str,
+        factory: RankFactory = make_rank,
     ) -> None:
         profile = find_profile(config.device, config.chip_profile)
         plan = await asyncio.to_thread(plan_of, config)
         self._coordinator = Coordinator(
-            config, plan, lambda: RayLauncher(config, resource, profile), settings
+            config, plan, lambda: RayLauncher(config, resource, profile, factory), settings
         )
         self._coordinator.start()
+        self._end_watch = asyncio.create_task(self._drain_when_deleted())
+
+    async def _drain_when_deleted(self) -> None:
+        """Serve tells a replica nothing before it kills it: streams would be cut without a word.
+
+        Serve waits for them, too, but longer than `drain_timeout_s`, so an error event gets out.
+        """
+        app = serve.get_replica_context().app_name
+        while True:
+            await asyncio.sleep(DELETED_S)
+            if await asyncio.to_thread(_is_deleted, app):
+                await self._coordinator.drain()
+                return
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenBatch | Refusal, None]:
         batches = self._coordinator.generate(request)
@@ -119,7 +140,16 @@ class CoordinatorReplica:
         self._coordinator.check_alive()
 
     async def __del__(self) -> None:
+        self._end_watch.cancel()
         await self._coordinator.close()
+
+
+def _is_deleted(app: str) -> bool:
+    try:
+        found = serve.status().applications.get(app)
+    except TRANSPORT:
+        return False  # no answer says nothing
+    return found is not None and found.status is ApplicationStatus.DELETING
 
 
 class RemoteEngine:
@@ -187,7 +217,10 @@ class RemoteEngine:
 
 
 def coordinator_deployment(
-    config: EngineConfig, settings: CoordinatorSettings, resource: str
+    config: EngineConfig,
+    settings: CoordinatorSettings,
+    resource: str,
+    factory: RankFactory = make_rank,
 ) -> Any:
     """The bound deployment. Serve's own bounds stand far above ours: it queues nothing."""
     options: dict[str, Any] = {
@@ -196,7 +229,7 @@ def coordinator_deployment(
         "max_ongoing_requests": 1_000_000,
         "ray_actor_options": {"num_cpus": 0},
         "health_check_period_s": 5.0,
-        "health_check_timeout_s": 30.0,
+        "health_check_timeout_s": HEALTH_S,
         "graceful_shutdown_timeout_s": settings.drain_timeout_s + config.step_timeout_s + 30.0,
     }
-    return serve.deployment(**options)(CoordinatorReplica).bind(config, settings, resource)
+    return serve.deployment(**options)(CoordinatorReplica).bind(config, settings, resource, factory)
