@@ -16,6 +16,8 @@ from typing import Any
 import httpx
 import pytest
 
+from tests.serve.front import Front
+
 NUM_CHIPS = 6
 RANKS = 2
 MAX_SEQUENCES = 3
@@ -111,6 +113,7 @@ class OpenStream:
         self.events: list[dict[str, Any]] = []
         self.ended_well = False
         self.status_code = 0
+        self.refusal: dict[str, Any] | None = None  # the body of an answer that is no stream
         self.came = threading.Condition()
         self._leave = threading.Event()
         self._thread = threading.Thread(target=self._read, args=(base_url, body), daemon=True)
@@ -122,6 +125,9 @@ class OpenStream:
             client.stream("POST", "/v1/completions", json=body) as response,
         ):
             self.status_code = response.status_code
+            if response.status_code != 200:
+                self.refusal = json.loads(response.read())["error"]
+                return
             for line in response.iter_lines():
                 if self._leave.is_set():
                     return  # closes the connection: the client is gone
@@ -161,21 +167,38 @@ class OpenStream:
 
 
 @pytest.fixture(scope="session")
-def server(cluster: None) -> Iterator[Server]:
-    """The embedded model on two ranks, each on an emulated chip."""
+def serve_port(cluster: None) -> Iterator[int]:
+    """Serve and its proxy, which all applications here share."""
     from ray import serve
     from ray.serve.config import HTTPOptions, ProxyLocation
-    from ray.serve.schema import LoggingConfig
 
-    from deploy.config import load_config
     from deploy.local_ray import check_port
-    from deploy.serve import application
 
     port = check_port("127.0.0.1", 0)
+    http = HTTPOptions(host="127.0.0.1", port=port, request_timeout_s=None)
+    serve.start(ProxyLocation.HeadOnly, http, logging_config=quiet())
+    yield port
+    serve.shutdown()
+
+
+def quiet() -> Any:
+    from ray.serve.schema import LoggingConfig
+
+    return LoggingConfig(log_level="ERROR", enable_access_log=False)
+
+
+@pytest.fixture(scope="session")
+def server(serve_port: int) -> Server:
+    """The embedded model on two ranks, each on an emulated chip."""
+    from ray import serve
+
+    from deploy.config import load_config
+    from deploy.serve import application
+
     config = load_config(
         overrides={
             "resource_name": "NPU",
-            "port": port,
+            "port": serve_port,
             "max_sequences": MAX_SEQUENCES,
             "max_queue_requests": MAX_QUEUE,
             "restart_backoff_s": 0.1,
@@ -184,14 +207,10 @@ def server(cluster: None) -> Iterator[Server]:
             "check_interval_steps": 1,
         }
     )
-    quiet = LoggingConfig(log_level="ERROR", enable_access_log=False)
-    http = HTTPOptions(host=config.host, port=port, request_timeout_s=None)
-    serve.start(ProxyLocation.HeadOnly, http, logging_config=quiet)
-    serve.run(application(config), name="nrank", route_prefix="/", logging_config=quiet)
-    found = Server(f"http://127.0.0.1:{port}")
+    serve.run(application(config), name="nrank", route_prefix="/", logging_config=quiet())
+    found = Server(f"http://127.0.0.1:{serve_port}")
     found.wait_ready()
-    yield found
-    serve.shutdown()
+    return found
 
 
 @pytest.fixture
@@ -210,3 +229,49 @@ def open_stream() -> Callable[[str, int], OpenStream]:
         return OpenStream(base_url, Server(base_url).body("The river", max_tokens, stream=True))
 
     return start
+
+
+@pytest.fixture(scope="session")
+def serve_app(serve_port: int) -> Callable[..., Any]:
+    """Serves one more gang, of ranks that fail when they are told to, beside any other."""
+    from ray import serve
+
+    from tests.serve.fault_server import FaultServer, faulty_application
+
+    def start(name: str, orders: Path, **overrides: Any) -> FaultServer:
+        app = faulty_application(orders, port=serve_port, **overrides)
+        serve.run(app, name=name, route_prefix=f"/{name}", logging_config=quiet())
+        found = FaultServer(Server(f"http://127.0.0.1:{serve_port}/{name}"), orders, name)
+        found.settle()
+        return found
+
+    return start
+
+
+@pytest.fixture(scope="session")
+def fault_server(serve_app: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
+    return serve_app("faults", tmp_path_factory.mktemp("orders") / "order")
+
+
+@pytest.fixture
+def own_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A token file of this test alone: it also marks the processes of its Ray."""
+    path = tmp_path / "own-token"
+    path.write_text("7" * 64)
+    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
+    return path
+
+
+@pytest.fixture
+def front(own_token: Path) -> Iterator[Callable[..., Front]]:
+    started: list[Front] = []
+
+    def start(*flags: str) -> Front:
+        started.append(Front(*flags))
+        return started[-1]
+
+    yield start
+    for one in started:
+        if one.process.poll() is None:
+            one.process.kill()
+        one.process.wait(30)

@@ -7,82 +7,13 @@ import signal
 import socket
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
+from tests.serve.front import ROOT, session_processes
+
 pytestmark = pytest.mark.ray
-
-ROOT = Path(__file__).parents[2]
-COMMAND = [sys.executable, "-m", "deploy.cli", "serve"]
-
-
-class Front:
-    """A running `nrank serve` and what it printed."""
-
-    def __init__(self, *flags: str) -> None:
-        self.process = subprocess.Popen(
-            [*COMMAND, *flags],
-            cwd=ROOT,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-            env={**os.environ, "OMP_NUM_THREADS": "1"},
-        )
-        self.lines: list[str] = []
-
-    def read_to(self, part: str) -> str:
-        """The first line with `part`; all lines up to it are kept."""
-        assert self.process.stdout is not None
-        for line in self.process.stdout:
-            self.lines.append(line.rstrip())
-            if part in line:
-                return self.lines[-1]
-        raise AssertionError(f"ended without {part!r}: {self.lines}")
-
-    def finish(self) -> int:
-        assert self.process.stdout is not None
-        self.lines += [line.rstrip() for line in self.process.stdout]
-        return self.process.wait(60)
-
-
-def session_processes(token: Path, names: tuple[bytes, ...]) -> list[str]:
-    """Live processes of this test's own Ray whose title starts with one of `names`."""
-    found = []
-    for pid in filter(str.isdigit, os.listdir("/proc")):
-        try:
-            title = Path(f"/proc/{pid}/cmdline").read_bytes()[:120]
-            environment = Path(f"/proc/{pid}/environ").read_bytes()
-        except OSError:
-            continue
-        if title.startswith(names) and str(token).encode() in environment:
-            found.append(f"{pid} {title!r}")
-    return found
-
-
-@pytest.fixture
-def own_token(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A token file of this test alone: it also marks the processes of its Ray."""
-    path = tmp_path / "own-token"
-    path.write_text("7" * 64)
-    monkeypatch.setenv("RAY_AUTH_TOKEN_PATH", str(path))
-    return path
-
-
-@pytest.fixture
-def front(own_token: Path) -> Iterator[Callable[..., Front]]:
-    started: list[Front] = []
-
-    def start(*flags: str) -> Front:
-        started.append(Front(*flags))
-        return started[-1]
-
-    yield start
-    for one in started:
-        if one.process.poll() is None:
-            one.process.kill()
-        one.process.wait(30)
 
 
 def test_it_serves_drains_on_sigterm_and_leaves_no_process(front, own_token, open_stream):
