@@ -7,7 +7,9 @@ Owns what crosses between the two: requests and batches as plain dataclasses, re
 from __future__ import annotations
 
 import asyncio
+import logging
 import time
+import uuid
 from collections.abc import AsyncGenerator, Awaitable
 from dataclasses import dataclass
 from typing import Any, TypeVar
@@ -20,6 +22,7 @@ from ray.serve.schema import ApplicationStatus
 
 from cluster.client import EngineStatus, NotServing
 from cluster.coordinator import Coordinator, CoordinatorSettings
+from cluster.leases import RENEW_S, Leases
 from cluster.rank_factory import RankFactory, make_rank
 from cluster.ray_gang import RayLauncher
 from placement.config import EngineConfig
@@ -28,6 +31,8 @@ from placement.plan import Plan
 from placement.prepare import prepare
 from placement.topology import find_profile
 from rank_worker.messages import EngineRequest, FinishReason, RankSnapshot, TokenBatch
+
+logger = logging.getLogger("nrank.coordinator")
 
 T = TypeVar("T")
 
@@ -81,7 +86,11 @@ class CoordinatorReplica:
             config, plan, lambda: RayLauncher(config, resource, profile, factory), settings
         )
         self._coordinator.start()
-        self._end_watch = asyncio.create_task(self._drain_when_deleted())
+        self._leases = Leases()
+        self._watches = (
+            asyncio.create_task(self._drain_when_deleted()),
+            asyncio.create_task(self._end_lapsed()),
+        )
 
     async def _drain_when_deleted(self) -> None:
         """Serve tells a replica nothing before it kills it: streams would be cut without a word.
@@ -95,15 +104,27 @@ class CoordinatorReplica:
                 await self._coordinator.drain()
                 return
 
-    async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenBatch | Refusal, None]:
+    async def _end_lapsed(self) -> None:
+        while True:
+            await asyncio.sleep(RENEW_S)
+            self._leases.end_lapsed()
+
+    async def generate(
+        self, request: EngineRequest, caller: str
+    ) -> AsyncGenerator[TokenBatch | Refusal, None]:
+        """Ends early when `caller` does not renew its lease."""
         batches = self._coordinator.generate(request)
-        try:
-            async for batch in batches:
-                yield batch
-        except (ClientError, NotServing) as error:
-            yield Refusal.of(error)
-        finally:
-            await batches.aclose()
+        with self._leases.hold(caller):
+            try:
+                async for batch in batches:
+                    yield batch
+            except (ClientError, NotServing) as error:
+                yield Refusal.of(error)
+            finally:
+                await batches.aclose()
+
+    async def renew(self, caller: str) -> None:
+        self._leases.renew(caller)
 
     async def stop_reached(self, request_id: str) -> None:
         await self._coordinator.stop_reached(request_id)
@@ -140,7 +161,8 @@ class CoordinatorReplica:
         self._coordinator.check_alive()
 
     async def __del__(self) -> None:
-        self._end_watch.cancel()
+        for watch in self._watches:
+            watch.cancel()
         await self._coordinator.close()
 
 
@@ -158,9 +180,33 @@ class RemoteEngine:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle: Any = handle
         self._streaming: Any = handle.options(stream=True)
+        self._caller = uuid.uuid4().hex
+        self._open = 0  # requests under way
+        self._renewal: asyncio.Task[None] | None = None
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenBatch, None]:
-        response = self._streaming.generate.remote(request)
+        self._open += 1
+        if self._renewal is None or self._renewal.done():
+            self._renewal = asyncio.create_task(self._renew())
+        batches = self._generate(request)
+        try:
+            async for batch in batches:
+                yield batch
+        finally:
+            self._open -= 1
+            await batches.aclose()
+
+    async def _renew(self) -> None:
+        """Answers for the requests under way until there are none."""
+        while self._open:
+            await asyncio.sleep(RENEW_S)
+            try:
+                await self._ask(self._handle.renew.remote(self._caller))
+            except NotServing as error:
+                logger.warning("the lease is not renewed: %s", error)
+
+    async def _generate(self, request: EngineRequest) -> AsyncGenerator[TokenBatch, None]:
+        response = self._streaming.generate.remote(request, self._caller)
         started = finished = False
         try:
             async for item in response:
