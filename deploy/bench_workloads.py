@@ -29,7 +29,7 @@ class Sizes:
     passage_sentences: int = 12  # of the text that something is to be found in
     prefix: int = 1500
     beside: int = 4000  # of the prompt that is computed beside a stream
-    alone: int = 64  # of the stream before and after that
+    alone: int = 256  # of the stream before and after that
 
     @property
     def context_tokens(self) -> int:
