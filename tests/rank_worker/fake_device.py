@@ -243,7 +243,7 @@ class FakeDevice:
         return [*known[first:end], self.last[row.slot]]
 
     def propose(self, row: Row) -> None:
-        """The head knows all tokens or none; it guesses right, wrong, or right for a while."""
+        """The head knows all tokens or none; one guess may be wrong, others follow from it."""
         if not row.flags & RowFlag.ENTER:
             assert not row.flags & RowFlag.PROPOSE
             return
@@ -258,7 +258,7 @@ class FakeDevice:
         self.written.add(place[0])
         right = sum(known) % (k + 1)
         for at in range(k):
-            known.append((next_token(known) + (at >= right)) % 997)
+            known.append((next_token(known) + (at == right)) % 997)
         self.drafts[row.slot] = known[-k:]
 
     def place(self, slot: int, position: int) -> tuple[int, int]:

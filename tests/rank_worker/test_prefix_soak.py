@@ -37,7 +37,7 @@ def random_limits(random: Random) -> SchedulerLimits:
         check_interval_steps=3,
         num_drafts=random.randint(0, 4),
         drafts_auto=random.random() < 0.5,
-        prefix_states=random.randint(1, 5),
+        prefix_states=random.randint(0, 5),
         prefix_host_states=random.randint(0, 4),
         prefix_interval_tokens=random.choice([1, 2, 3, 5, 1000]) * page,
         decode_share=random.choice([0.0, 0.5, 0.9]),
@@ -124,6 +124,13 @@ class World:
         self.run.device.struck.add(slot % self.limits.num_slots)
         self.step()
 
+    def stop_drafting(self, which: int) -> None:
+        """One sequence does, as it would when drafts had slowed it down for long."""
+        running = self.run.scheduler.running
+        if running:
+            sequence = running[which % len(running)]
+            sequence.is_drafting = sequence.has_drafts = False
+
     def finish(self) -> None:
         """Until nothing is left; then nothing may be left."""
         for _ in range(1000):
@@ -178,7 +185,9 @@ class Soak(World):
             self.step(spoil=pick)
         elif draw < 0.38:
             self.strike(pick)
-        elif draw < 0.39:
+        elif draw < 0.40:
+            self.stop_drafting(pick)
+        elif draw < 0.41:
             self.finish()
         else:
             self.step(self.random.choice([0.001, 0.002, 0.01, 0.1]))
@@ -187,7 +196,7 @@ class Soak(World):
         return self.traffic.draw(
             priority=self.random.choice([0, 0, 0, -1, 1]),
             stop_token_ids=tuple(self.random.sample(range(997), 20)),
-            prompt_logprobs=self.random.random() < 0.05,
+            prompt_logprobs=self.random.random() < 0.1,
         )
 
     def close(self) -> None:
@@ -225,13 +234,13 @@ SEEN = (
 
 @pytest.mark.parametrize("late_compute", [False, True])
 def test_two_thousand_random_operations(late_compute: bool) -> None:
-    counts = soak(2_000, seed=2, late_compute=late_compute)
+    counts = soak(2_000, 0, late_compute)
     assert not [kind for kind in SEEN if not counts[kind]], "something was never tried"
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("late_compute", [False, True])
-@pytest.mark.parametrize("seed", [1, 2, 3])
+@pytest.mark.parametrize("seed", [0, 1, 2])
 def test_ten_thousand_random_operations(seed: int, late_compute: bool) -> None:
     counts = soak(10_000, seed, late_compute)
     assert not [kind for kind in SEEN if not counts[kind]], "something was never tried"

@@ -12,7 +12,7 @@ from typing import Any
 
 from rank_worker.messages import EngineRequest
 
-MEMORY = 24  # conversations that may still go on
+MEMORY = 6  # of the last ones; few, so that they meet
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Traffic:
     def fork(self, **options: Any) -> EngineRequest:
         """A beginning of an earlier prompt or answer, and another end; at times none."""
         before = self.random.choice([*self.prompts, *self.finished])
-        cut = self.random.randint(1, len(before))
+        cut = self.random.randint((len(before) + 1) // 2, len(before))
         self.num_forks += 1
         return self._request((*before[:cut], *self._tokens(self.lengths.tail)), options)
 
