@@ -48,6 +48,7 @@ class DraftHead:
         (layer,) = spec.draft_layers
         weights = source.take("draft.fc_", "draft.norm_", "draft.final_mixer.")
         self.model, self.ops, self.eps = model, parts.ops, spec.norm_eps
+        self.end_ids = frozenset(spec.eos_token_ids)
         self.fc_embedding = pack(weights.pop("draft.fc_embedding"))
         self.fc_hidden = pack(weights.pop("draft.fc_hidden"))
         self.embedding_scale = unit_offset(weights.pop("draft.norm_embedding"))
@@ -131,12 +132,29 @@ class Drafter:
             streams, next_ids = streams.index_select(0, at), next_ids.index_select(0, at)
             batch = self.builder.assemble(entering, next_ids, batch.decisions)
         entries = self.head.enter(streams, next_ids, batch)
+        ended = self._ended(_with_flag(rows, RowFlag.SAMPLE), ids, accepted)
         makers = _with_flag(entering, RowFlag.PROPOSE)
+        makers = tuple(row for row in makers if row.slot not in ended)
         if makers:
             counts = accepted
             if len(makers) < len(batch.sampled) or len(entering) < len(rows):
                 counts = accepted.index_select(0, _sampled_at(rows, makers))
             self._chain(entering, makers, entries, counts, batch.decisions)
+
+    def _ended(self, sampled: tuple[Row, ...], ids: Tensor, accepted: Tensor) -> set[int]:
+        """Slots whose new tokens have an end token among them: hardly any wants drafts any more.
+
+        Whoever goes on has its old ones verified, and loses a round. Known where the host has the
+        ids already; elsewhere it would have to wait for the device.
+        """
+        if not ids.is_cpu:
+            return set()
+        ended, tokens = set(), iter(ids.tolist())
+        for row, kept in zip(sampled, accepted.tolist(), strict=True):
+            new = [next(tokens) for _ in range(row.count if _is_draft(row) else 1)]
+            if not self.head.end_ids.isdisjoint(new[: kept + 1]):
+                ended.add(row.slot)
+        return ended
 
     def _chain(
         self, entering: tuple[Row, ...], makers: tuple[Row, ...], entries: _Entries,

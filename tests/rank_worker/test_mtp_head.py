@@ -171,6 +171,30 @@ def test_every_pass_equals_a_head_without_cache(
     assert any(row.flags & RowFlag.DRAFT for plan in one.plans for row in plan.rows)
 
 
+def test_no_drafts_are_made_behind_an_end_token(
+    driver: Drivers, folders: dict[str, Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """And who goes on in spite of it gets the same ids from the drafts that it had."""
+    plain = driver(0, folders["full"])
+    plain.scheduler.add(EngineRequest("a", PROMPT, 30, ignore_eos=True))
+    (expected,) = plain.finish().values()
+    one = driver(2, folders["full"])
+    head = one.runner.drafter.head
+    monkeypatch.setattr(head, "end_ids", frozenset({expected[9]}))
+    recorder = Recorder(one, monkeypatch)
+    one.scheduler.add(EngineRequest("a", PROMPT, 30, ignore_eos=True))
+    seen: list[tuple[bool, bool]] = []  # an end token among the new ones, drafts made
+    made: list[int] = []
+    while one.scheduler.has_work:
+        (batch,) = one.step()
+        made += batch.token_ids
+        proposes = bool(one.plans[-1].rows[0].flags & RowFlag.PROPOSE)
+        seen += [(expected[9] in batch.token_ids, bool(recorder.passes))] * proposes
+        recorder.passes.clear()
+    assert made == expected
+    assert set(seen) == {(True, False), (False, True)}
+
+
 @pytest.mark.parametrize(
     "sampling",
     [
