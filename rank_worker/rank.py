@@ -51,6 +51,7 @@ from rank_worker.step_plan import Admit, Opcode, PageUpdate, Row, RowFlag, StepP
 from rank_worker.weights import WeightSource
 
 COUNTER_INTERVAL_S = 2.0
+WARM_REPEATS = 5  # of warm-up steps that are compared with each other
 HEARTBEAT_S = 1.0  # an idle rank 0 tells the others at this interval that it lives
 
 
@@ -152,15 +153,43 @@ class Rank:
                 Opcode.STEP, self.epoch, 0, True, (admit,), (PageUpdate(0, 0, 0),),
                 (Row(0, 0, 2, prefill),), (0, 0),
             ),
-            StepPlan(Opcode.STEP, self.epoch, 0, True, (), (), (Row(0, 2, 1, last),), ()),
+            self._warm_row(Row(0, 2, 1, last)),
         )  # fmt: skip
+        for step in (*steps, *self._warm_round()):
+            self._timed(step)
+        self._warm_step_seconds = self._timed(steps[-1])  # once more
+        if self.config.mtp:
+            self._measure_drafts()
         assert self.runner is not None
-        for step in (*steps, *self._warm_round(), steps[-1]):  # the last one once more, timed
-            began = time.perf_counter()
-            self.runner.execute(decode(encode(step)))
-        self._warm_step_seconds = time.perf_counter() - began
         self.runner.reset_counts()
         self.comm.barrier()
+
+    def _measure_drafts(self) -> None:
+        """What a draft round costs, and what it costs a plain step to enter the draft head."""
+        enter = RowFlag.SAMPLE | RowFlag.ENTER
+        plain, entering = (self._warm_row(Row(0, 2, 1, f)) for f in (RowFlag.SAMPLE, enter))
+        times: list[list[float]] = []
+        for _ in range(WARM_REPEATS):  # in turns: what disturbs one disturbs all
+            times.append([self._timed(s) for s in (plain, entering, *self._warm_round())])
+        if self.scheduler is None:
+            return
+        cost = self.scheduler.cost
+        plain_s, entering_s, *rounds_s = zip(*times, strict=True)
+        cost.entering = max(1.0, min(entering_s) / min(plain_s))
+        for seconds in plain_s:
+            cost.saw_plain(1, seconds)
+        for seconds in (s for one in rounds_s for s in one):
+            cost.saw_round(1, seconds)
+
+    def _warm_row(self, row: Row) -> StepPlan:
+        return StepPlan(Opcode.STEP, self.epoch, 0, True, (), (), (row,), ())
+
+    def _timed(self, step: StepPlan) -> float:
+        """Seconds of a warm-up step."""
+        assert self.runner is not None
+        began = time.perf_counter()
+        self.runner.execute(decode(encode(step)))
+        return time.perf_counter() - began
 
     def _warm_round(self) -> tuple[StepPlan, ...]:
         """Slot 0 verifies drafts and makes new ones; nothing where the context is too short."""
@@ -169,8 +198,7 @@ class Rank:
         if not mtp or self.plan.context.configured_tokens < 2 + 2 * mtp:
             return ()
         flags = RowFlag.SAMPLE | RowFlag.DRAFT | RowFlag.ENTER | RowFlag.PROPOSE
-        row = Row(0, 2, 1 + mtp, flags)
-        return (StepPlan(Opcode.STEP, self.epoch, 0, True, (), (), (row,), ()),)
+        return (self._warm_row(Row(0, 2, 1 + mtp, flags)),)
 
     def run(self) -> None:
         """The step loop. Returns after `stop`; RankError when a step or a peer fails."""

@@ -30,7 +30,7 @@ def draft_figures(scheduler: Scheduler | None) -> DraftFigures:
         drafts,
         acceptance_by_position=tuple(min(1.0, count / rounds) for count in accepted),
         tokens_per_round=tokens,
-        estimated_speedup=tokens / scheduler.cost.ratio(1),
+        estimated_speedup=scheduler.cost.speedup(tokens),
     )
 
 

@@ -25,6 +25,7 @@ from rank_worker.step_plan import Opcode, PageUpdate, Row, RowFlag, StepPlan, sc
 
 NON_FINITE = -1  # sampled in place of a token when a row's logits are not finite
 _ORDER = attrgetter("order")
+_KIND = RowFlag.PREFILL | RowFlag.DRAFT | RowFlag.ENTER | RowFlag.PROPOSE
 
 
 @dataclass(frozen=True)
@@ -82,6 +83,7 @@ class Scheduler:
     def add(self, request: EngineRequest) -> None:
         self._arrivals += 1
         sequence = Sequence.of(request, self._arrivals, is_drafting=self.limits.num_drafts > 0)
+        sequence.gain = self.cost.gain()
         insort(self.waiting, sequence, key=_ORDER)
 
     def abort(self, request_ids: Seq[str]) -> None:
@@ -151,10 +153,10 @@ class Scheduler:
         rows = [row for _, row in self._in_flight]
         prefill = [row.count for row in rows if row.flags & RowFlag.PREFILL]
         self.pacer.note(len(rows) - len(prefill), sum(prefill), seconds)
-        kinds = {row.flags & (RowFlag.PREFILL | RowFlag.DRAFT | RowFlag.PROPOSE) for row in rows}
-        if kinds == {RowFlag.NONE}:
-            self.cost.saw_plain(len(rows), seconds)
-        elif kinds == {RowFlag.DRAFT | RowFlag.PROPOSE}:
+        kinds = {row.flags & _KIND for row in rows}
+        if kinds <= {RowFlag.NONE, RowFlag.ENTER}:
+            self.cost.saw_plain(len(rows), seconds, entered=RowFlag.ENTER in kinds)
+        elif kinds == {RowFlag.DRAFT | RowFlag.ENTER | RowFlag.PROPOSE}:
             self.cost.saw_round(len(rows), seconds)
 
     def _note_round(self, sequence: Sequence, accepted: int) -> None:

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from rank_worker.draft_gain import PLAIN_INTERVAL, ROUNDS, DraftCost, DraftGain
+from rank_worker.draft_gain import ALLOWANCE
 from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
 from rank_worker.outline import Outline
 from rank_worker.scheduler import NON_FINITE, Scheduler, SchedulerLimits
@@ -173,11 +173,11 @@ def test_a_step_without_drafts_is_made_to_be_measured() -> None:
 
 def test_a_sequence_that_drafts_slow_down_stops_for_good() -> None:
     scheduler = started(AUTO, request(tokens=100))
-    for seconds in (1.0, 5.0, *[1.5] * (ROUNDS - 1)):
-        step(scheduler, 0, seconds)
-    assert scheduler.running[0].is_drafting
-    step(scheduler, 0, 1.5)
     (sequence,) = scheduler.running
+    for seconds in (1.0, 5.0, 3.0, 3.0, 3.0):
+        assert sequence.is_drafting
+        step(scheduler, 0, seconds)
+    assert sequence.gain.best - sequence.gain.steps > ALLOWANCE
     assert not sequence.is_drafting
     for _ in range(3):
         plan, _ = step(scheduler)
@@ -189,40 +189,6 @@ def test_a_sequence_that_drafts_slow_down_stops_for_good() -> None:
 
 def test_a_sequence_that_gains_goes_on() -> None:
     scheduler = started(AUTO, request(tokens=100))
-    for seconds in (1.0, 5.0, *[1.5] * 2 * ROUNDS):
+    for seconds in (1.0, 5.0, *[1.5] * 30):
         step(scheduler, 1, seconds)
     assert scheduler.running[0].is_drafting
-
-
-def test_the_cost_is_a_guess_until_both_kinds_were_measured() -> None:
-    cost = DraftCost(2)
-    assert cost.ratio(1) == 1.5
-    cost.saw_round(1, 3.0)
-    assert cost.ratio(1) == 1.5
-    cost.saw_plain(1, 1.0)
-    assert cost.ratio(1) == 3.0
-    assert cost.ratio(2) == 1.5, "of other numbers of rows nothing is known"
-
-
-def test_plain_steps_are_asked_for_seldom() -> None:
-    cost = DraftCost(2)
-    assert cost.wants_plain(1)
-    cost.saw_plain(1, 1.0)
-    for _ in range(PLAIN_INTERVAL):
-        assert not cost.wants_plain(1)
-        cost.saw_round(1, 2.0)
-    assert cost.wants_plain(1)
-
-
-def test_a_gain_near_one_neither_counts_nor_forgives() -> None:
-    gain = DraftGain()
-    for _ in range(ROUNDS - 1):
-        gain.note(0, 1.5)
-    assert gain.losing_rounds == ROUNDS - 1
-    for _ in range(ROUNDS):
-        gain.accepted.append(1)
-    gain.note(1, 1.95)
-    assert gain.losing_rounds == ROUNDS - 1
-    gain.note(1, 1.5)
-    assert gain.losing_rounds == 0
-    assert not gain.is_lost
