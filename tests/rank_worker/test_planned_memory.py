@@ -147,13 +147,12 @@ def write_random(path: Path, named: list[tuple[str, torch.Tensor]]) -> None:
         at = span[1]
     text = json.dumps(header).encode()
     text += b" " * (-len(text) % 8)
-    digits = np.random.default_rng(7)
+    digits = np.random.default_rng(7).integers(0, 1 << 16, CHUNK_BYTES // 2, dtype=np.uint16)
+    chunk = (digits & 0x807F | 0x3C00).tobytes()
     with path.open("wb") as out:
         out.write(len(text).to_bytes(8, "little") + text)
         for first in range(0, at, CHUNK_BYTES):
-            count = min(CHUNK_BYTES, at - first) // 2
-            bits = digits.integers(0, 1 << 16, count, dtype=np.uint16)
-            out.write((bits & 0x807F | 0x3C00).tobytes())
+            out.write(chunk[: at - first])
 
 
 @pytest.fixture(scope="module")
