@@ -13,6 +13,7 @@ from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
 from rank_worker.scheduler import Scheduler, SchedulerLimits
 from rank_worker.step_plan import CopyKind
 from tests.rank_worker.fake_device import FakeDevice, Run, check_answers, expected_ids
+from tests.rank_worker.soak import soak as engine_soak
 from tests.rank_worker.traffic import Lengths, Traffic
 
 WORLD = 100  # operations between a start with drawn limits and an end with nothing left
@@ -244,6 +245,14 @@ def test_two_thousand_random_operations(late_compute: bool) -> None:
 def test_ten_thousand_random_operations(seed: int, late_compute: bool) -> None:
     counts = soak(10_000, seed, late_compute)
     assert not [kind for kind in SEEN if not counts[kind]], "something was never tried"
+
+
+@pytest.mark.slow
+def test_a_minute_of_mixed_traffic_on_the_engine() -> None:
+    """Longer ones: `python -m tests.rank_worker.soak`."""
+    figures = engine_soak(60.0, seed=3, ranks=2).figures()
+    seen = ("with a hit", "cancelled", "evicted pages", "save copies", "spill copies")
+    assert all(figures[name] > 0 for name in seen), figures
 
 
 LIMITS = SchedulerLimits(

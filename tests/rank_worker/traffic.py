@@ -46,23 +46,29 @@ class Traffic:
         return self.new(**options)
 
     def new(self, **options: Any) -> EngineRequest:
-        return self._request(self._tokens(self.lengths.prompt), options)
+        return self._request(self._tokens(self.prompt_length()), options)
+
+    def prompt_length(self) -> int:
+        return self.random.randint(*self.lengths.prompt)
 
     def extension(self, **options: Any) -> EngineRequest:
         """The next turn of a conversation that had its answer."""
         before = self.random.choice(self.finished)
         self.num_extensions += 1
-        return self._request((*before, *self._tokens(self.lengths.tail)), options)
+        return self._request((*before, *self._tail()), options)
 
     def fork(self, **options: Any) -> EngineRequest:
         """A beginning of an earlier prompt or answer, and another end; at times none."""
         before = self.random.choice([*self.prompts, *self.finished])
         cut = self.random.randint((len(before) + 1) // 2, len(before))
         self.num_forks += 1
-        return self._request((*before[:cut], *self._tokens(self.lengths.tail)), options)
+        return self._request((*before[:cut], *self._tail()), options)
 
-    def _tokens(self, lengths: tuple[int, int]) -> tuple[int, ...]:
-        return tuple(self.random.choices(range(self.vocab), k=self.random.randint(*lengths)))
+    def _tail(self) -> tuple[int, ...]:
+        return self._tokens(self.random.randint(*self.lengths.tail))
+
+    def _tokens(self, count: int) -> tuple[int, ...]:
+        return tuple(self.random.choices(range(self.vocab), k=count))
 
     def _request(self, prompt: tuple[int, ...], options: dict[str, Any]) -> EngineRequest:
         prompt = prompt[: self.lengths.context - 1] or (0,)
