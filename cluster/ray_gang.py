@@ -36,6 +36,7 @@ logger = logging.getLogger("nrank.placement")
 
 T = TypeVar("T")
 
+POLL_PACE_S = 0.01
 GONE_S = 30.0  # a killed rank in a device wait takes this long at most to be gone
 
 
@@ -114,6 +115,7 @@ class RayRank:
         self.name = name
         self._rank = -1
         self._factory = factory
+        self._next_poll_s = 0.0
         self.identity = RankIdentity(0, "", -1, "")
 
     async def _ask(self, reference: Awaitable[T]) -> T:
@@ -159,6 +161,12 @@ class RayRank:
         await self._ask(self.actor.abort.remote(request_ids))
 
     async def poll_outputs(self, timeout_s: float) -> tuple[TokenBatch, ...]:
+        """At most one call in POLL_PACE_S: each costs both processes more than a fast step does.
+
+        A call that finds nothing waits in the rank and answers at once when there is something.
+        """
+        await asyncio.sleep(max(0.0, self._next_poll_s - time.monotonic()))
+        self._next_poll_s = time.monotonic() + POLL_PACE_S
         return await self._ask(self.actor.poll_outputs.remote(timeout_s))
 
     async def snapshot(self) -> RankSnapshot:
