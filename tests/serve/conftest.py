@@ -23,6 +23,7 @@ RANKS = 2
 MAX_SEQUENCES = 3
 MAX_QUEUE = 2
 LIMIT_S = 120.0
+READ_S = 400.0  # of a stream: whoever waits for it has a limit of his own
 
 
 @pytest.fixture(scope="session")
@@ -121,7 +122,7 @@ class OpenStream:
 
     def _read(self, base_url: str, body: dict[str, Any]) -> None:
         with (
-            httpx.Client(base_url=base_url, timeout=LIMIT_S) as client,
+            httpx.Client(base_url=base_url, timeout=READ_S) as client,
             client.stream("POST", "/v1/completions", json=body) as response,
         ):
             self.status_code = response.status_code
@@ -151,8 +152,8 @@ class OpenStream:
         self._leave.set()
         self.join()
 
-    def join(self) -> OpenStream:
-        self._thread.join(LIMIT_S)
+    def join(self, limit_s: float = LIMIT_S) -> OpenStream:
+        self._thread.join(limit_s)
         assert not self._thread.is_alive(), "the stream did not end"
         return self
 

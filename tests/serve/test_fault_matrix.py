@@ -19,6 +19,7 @@ from tests.serve.fault_server import LOAD_TIMEOUT_S, STEP_TIMEOUT_S, FaultServer
 
 pytestmark = pytest.mark.ray
 
+HUNG_S = 300.0  # three health checks and Serve's patience with a replica that does not answer
 SLACK_S = 10.0  # of a busy machine, above what is promised
 COORDINATOR = "coordinator"
 LONG = 8000
@@ -174,6 +175,7 @@ class Scene:
             assert not os.path.exists(f"/proc/{before.coordinator}")
 
 
+@pytest.mark.timeout(700)
 @pytest.mark.parametrize("cell", CELLS)
 def test_a_fault_ends_as_the_table_says(fault_server: FaultServer, cell: Cell) -> None:
     if cell.act == "nan":
@@ -230,7 +232,7 @@ def check_coordinator(scene: Scene) -> None:
     """Its ranks end with it; Serve replaces it, and with it the counts of restarts."""
     scene.strike()
     for stream in scene.streams:
-        error = (stream.join().error or stream.refusal)["code"]
+        error = (stream.join(HUNG_S).error or stream.refusal)["code"]
         scene.note(client=f"{error} after {scene.since_fault()}")
         assert error in ("rank_failure", "not_ready")
     scene.server.until("another coordinator", lambda: scene.faults.is_replaced(scene.trace))

@@ -1,0 +1,119 @@
+"""What HTTP, Serve and Ray take of the engine's rate: `python -m tests.serve.overhead`.
+
+The engine alone (`launch_engine`) and a real `nrank serve` of the same configuration, in turns on
+the same machine: tokens a second of 1 and of 4 requests from the send to the last token, and the
+time to the first token. Prints medians and the load of the machine; the last line is JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import httpx
+
+from cluster.tokens import Tokenizer
+from deploy.config import load_config
+from rank_worker.launch import Engine, launch_engine
+from rank_worker.messages import EngineRequest
+from tests.serve.front import served
+
+PROMPT = "The river"
+COUNTS = (1, 4)
+LIMIT_S = 300.0
+
+Sample = tuple[float, list[float]]  # tokens a second of all requests; ttft of each in seconds
+Measure = Callable[[int, int], Sample]
+
+
+def engine_sample(engine: Engine, prompt_ids: tuple[int, ...]) -> Measure:
+    def measure(count: int, tokens: int) -> Sample:
+        names = [f"{time.monotonic()}-{index}" for index in range(count)]
+        requests = [EngineRequest(n, prompt_ids, tokens, ignore_eos=True) for n in names]
+        results = engine.generate(requests)
+        rate = count * tokens / max(result.last_token_s for result in results)
+        return rate, [result.ttft_s for result in results]
+
+    return measure
+
+
+def server_sample(client: httpx.Client, pool: ThreadPoolExecutor) -> Measure:
+    def ask(tokens: int) -> tuple[float, float]:
+        body = {
+            "model": "tiny-flash-next", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0,
+            "ignore_eos": True, "stream": True,
+        }  # fmt: skip
+        begun_s, first_s = time.monotonic(), 0.0
+        with client.stream("POST", "/v1/completions", json=body) as answer:
+            for line in answer.iter_lines():
+                if line.startswith("data: {"):
+                    first_s = first_s or time.monotonic() - begun_s
+                    assert '"error"' not in line, line
+                elif line == "data: [DONE]":
+                    return first_s, time.monotonic() - begun_s
+        raise AssertionError("a stream ended without its last event")
+
+    def measure(count: int, tokens: int) -> Sample:
+        begun_s = time.monotonic()
+        ends = list(pool.map(ask, [tokens] * count))
+        return count * tokens / (time.monotonic() - begun_s), [first_s for first_s, _ in ends]
+
+    return measure
+
+
+def run(repeats: int, tokens: int, ranks: int) -> dict[str, float]:
+    overrides = {"ranks": ranks, "prefix_cache": False, "context_tokens": 4096}
+    config = load_config(overrides=overrides)
+    ids = tuple(Tokenizer.load(config.model).encode(PROMPT))
+    with (
+        launch_engine(config.engine()) as engine,
+        served(overrides) as base_url,
+        httpx.Client(base_url=base_url, timeout=LIMIT_S) as client,
+        ThreadPoolExecutor(max(COUNTS)) as pool,
+    ):
+        sides = {"engine": engine_sample(engine, ids), "server": server_sample(client, pool)}
+        found: dict[tuple[str, int], list[Sample]] = {}
+        for measure in sides.values():
+            measure(max(COUNTS), 16)
+        for _ in range(repeats):
+            for count in COUNTS:
+                for side, measure in sides.items():
+                    found.setdefault((side, count), []).append(measure(count, tokens))
+    figures: dict[str, float] = {}
+    for (side, count), samples in found.items():
+        figures[f"{side}_{count}_tokens_per_s"] = statistics.median(rate for rate, _ in samples)
+        firsts = [first for _, ttfts in samples for first in ttfts]
+        figures[f"{side}_{count}_ttft_p50_ms"] = statistics.median(firsts) * 1000
+    for count in COUNTS:
+        ratios = [
+            server[0] / engine[0]
+            for engine, server in zip(found["engine", count], found["server", count], strict=True)
+        ]
+        figures[f"ratio_{count}"] = statistics.median(ratios)
+        figures[f"ttft_overhead_{count}_ms"] = (
+            figures[f"server_{count}_ttft_p50_ms"] - figures[f"engine_{count}_ttft_p50_ms"]
+        )
+    return figures
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--repeats", type=int, default=7)
+    parser.add_argument("--tokens", type=int, default=128)
+    parser.add_argument("--ranks", type=int, default=2)
+    arguments = parser.parse_args()
+    before = os.getloadavg()[0]
+    figures = run(arguments.repeats, arguments.tokens, arguments.ranks)
+    for name, value in figures.items():
+        print(f"{name:28} {value:8.2f}")
+    load = {"load_before": before, "load_after": os.getloadavg()[0]}
+    print(json.dumps({**figures, **load}))
+
+
+if __name__ == "__main__":
+    main()
