@@ -283,6 +283,7 @@ def coordinator_deployment(
         "ray_actor_options": {"num_cpus": 0},
         "health_check_period_s": 5.0,
         "health_check_timeout_s": HEALTH_S,
+        "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": settings.drain_timeout_s + config.step_timeout_s + 30.0,
     }
     return serve.deployment(**options)(CoordinatorReplica).bind(config, settings, resource, factory)

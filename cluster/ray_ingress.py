@@ -57,6 +57,7 @@ def ingress_deployment(
         "num_replicas": replicas,
         "max_ongoing_requests": 1_000_000,
         "ray_actor_options": {"num_cpus": 0},
+        "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": drain_timeout_s + 10.0,
     }
     deployment = serve.deployment(**options)(serve.ingress()(IngressReplica))

@@ -92,7 +92,7 @@ def _read(path: str) -> Any:
         raise ConfigError(f"can't read {path}: {error.strerror}") from error
     except UnicodeDecodeError as error:
         raise ConfigError(f"can't read {path}: {error}") from error
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"{path}: bad JSON ({error})") from error
 
 

@@ -95,6 +95,8 @@ class ControlGroup:
 
     def close(self) -> None:
         self._group.shutdown()
+        # Joins its threads: one that still held a tensor would abort the exit of the process.
+        del self._group
 
     def _broadcast(self, x: Tensor) -> None:
         try:
