@@ -165,7 +165,8 @@ class ProgressWatch:
     """Tells a live gang from a dead one by what its ranks report.
 
     A rank that does not answer for `timeout_s` is silent. A gang with queued work whose slowest
-    step counter has not moved for `timeout_s` is stuck; idle time does not count.
+    step counter has not moved for `timeout_s` is stuck; idle time does not count. The peers of a
+    stuck rank wait for it as long and know which it is, so they get SETTLE_S to tell.
     """
 
     def __init__(self, world_size: int, timeout_s: float, now_s: float) -> None:
@@ -193,7 +194,7 @@ class ProgressWatch:
                 return RankError(text, rank=rank, step=self._steps[rank], phase="run")
         if not work_queued:
             self._moved_s = now_s
-        elif now_s - self._moved_s > self._timeout_s:
+        elif now_s - self._moved_s > self._timeout_s + SETTLE_S:
             step = min(self._steps)
             text = (
                 f"step {step} has not ended for {now_s - self._moved_s:.0f} s with requests "
