@@ -109,6 +109,8 @@ class Scene:
             server.kill_rank(1)
         self.faults.wait_obeyed()
         self.fault_s = time.monotonic()
+        if cell.act == "stuck" and cell.phase == "idle":  # shows as soon as there is work
+            self.streams = [server.stream(PROMPT, 20)]
 
     def check_streams(self) -> None:
         for stream in self.streams:
