@@ -16,7 +16,7 @@ from rank_worker.launch import Engine, GenerationResult, launch_engine
 from rank_worker.messages import EngineRequest, TokenBatch
 from rank_worker.rank import Rank
 from rank_worker.step_plan import Opcode, StepPlan, decode, encode
-from tests.rank_worker.test_reuse_truth import Truth
+from tests.rank_worker.test_reuse_truth import Prompts, Truth
 
 EngineMaker = Callable[..., Engine]
 Launched = AbstractContextManager[Engine]
@@ -96,6 +96,19 @@ def chat(embedded_model_dir: Path) -> Callable[[str], tuple[int, ...]]:
         return tuple(made["input_ids"])
 
     return ids
+
+
+@pytest.fixture(scope="session")
+def prompts_of(
+    golden: Callable[[str], Any], chat: Callable[[str], tuple[int, ...]]
+) -> Callable[[str], Prompts]:
+    """prompts_of("embedded" | "random-8"): what to ask that model."""
+
+    def get(model: str) -> Prompts:
+        text = golden("embedded").cases[1100].prompt_ids if model == "embedded" else ()
+        return Prompts(text, chat)
+
+    return get
 
 
 class Driver:

@@ -19,54 +19,17 @@ from tests.rank_worker.test_reuse_truth import (
     FILTERS,
     FREE,
     GREEDY,
+    Prompts,
     Truth,
     check,
     chunks,
     generated,
     prefix_cache,
-    random_prompt,
     reachable,
 )
 
 MODELS = ("embedded", "random-8")
 LENGTHS = tuple(range(1, 51))
-QUESTIONS = (
-    "Count from 3 to 9.",
-    "My name is Anna. What is my name?",
-    "Count from 11 to 17.",
-    "My name is Otto. What is my name?",
-    "Count from 2 to 6.",
-    "My name is Maria. What is my name?",
-)
-Prompt = tuple[int, ...]
-
-
-@dataclass(frozen=True)
-class Prompts:
-    """Prompts that a model can say something to: drafts of the embedded one are often right."""
-
-    text: Prompt  # empty: anything goes
-    chat: Callable[[str], Prompt]
-
-    def of_length(self, length: int) -> Prompt:
-        """Another one for each length, from the first token on."""
-        if not self.text:
-            return random_prompt(100 + length, length)
-        return self.text[13 * length : 14 * length]
-
-    def turn(self, person: int, turn: int) -> Prompt:
-        if not self.text:
-            return random_prompt(1000 + 50 * person + turn, 9 + 5 * person + turn)
-        return self.chat(QUESTIONS[(person + turn) % len(QUESTIONS)])
-
-
-@pytest.fixture(scope="session")
-def prompts_of(golden: Callable[[str], Any], chat: Callable[[str], Prompt]) -> Any:
-    def get(model: str) -> Prompts:
-        text = golden("embedded").cases[1100].prompt_ids if model == "embedded" else ()
-        return Prompts(text, chat)
-
-    return get
 
 
 def requests_of(
@@ -122,7 +85,7 @@ def converse(
     turns: int, max_tokens: int,
 ) -> None:  # fmt: skip
     """All talk at once. A prompt is all that was said before, and something new."""
-    said: list[Prompt] = [()] * people
+    said: list[tuple[int, ...]] = [()] * people
     sayable = [0] * people  # tokens that the next turn finds at least
     accepted = 0
     with prefix_cache(engine):

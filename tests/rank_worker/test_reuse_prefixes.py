@@ -9,11 +9,12 @@ import pytest
 
 from rank_worker.messages import EngineRequest
 from rank_worker.prefix_cache import PrefixCounts
-from tests.rank_worker.test_reuse_grid import MODELS, Prompts, converse
+from tests.rank_worker.test_reuse_grid import MODELS, converse
 from tests.rank_worker.test_reuse_truth import (
     FREE,
     GREEDY,
     PAGE,
+    Prompts,
     Truth,
     check,
     chunks,

@@ -34,10 +34,38 @@ FILTERS = (
     SamplingParams(temperature=0.8, top_k=40, top_p=0.95, min_p=0.02, seed=9, choice=1),
 )
 
+QUESTIONS = (
+    "Count from 3 to 9.",
+    "My name is Anna. What is my name?",
+    "Count from 11 to 17.",
+    "My name is Otto. What is my name?",
+    "Count from 2 to 6.",
+    "My name is Maria. What is my name?",
+)
+
 
 def random_prompt(seed: int, length: int) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(seed)
     return tuple(torch.randint(0, 500, (length,), generator=generator).tolist())
+
+
+@dataclass(frozen=True)
+class Prompts:
+    """Prompts that a model can say something to: drafts of the embedded one are often right."""
+
+    text: tuple[int, ...]  # empty: anything goes
+    chat: Callable[[str], tuple[int, ...]]
+
+    def of_length(self, length: int) -> tuple[int, ...]:
+        """Another one for each length, from the first token on."""
+        if not self.text:
+            return random_prompt(100 + length, length)
+        return self.text[13 * length : 14 * length]
+
+    def turn(self, person: int, turn: int) -> tuple[int, ...]:
+        if not self.text:
+            return random_prompt(1000 + 50 * person + turn, 9 + 5 * person + turn)
+        return self.chat(QUESTIONS[(person + turn) % len(QUESTIONS)])
 
 
 @dataclass(frozen=True)
