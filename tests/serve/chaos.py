@@ -33,8 +33,10 @@ CONFIG = {
 CLIENTS = 5
 HANG_S = 240.0  # of one request from the first byte sent to the last one read
 READY_S = 180.0
-REST = (3.0, 15.0)  # seconds between two faults
-ALLOWED = {"rank_failure", "not_ready", "queue_full"}  # errors that a fault or a crowd explains
+REST = (5.0, 25.0)  # seconds between two faults
+RETRY_S = 1.0  # after a refusal
+REFUSED = {"not_ready", "queue_full"}
+ALLOWED = {"rank_failure", *REFUSED}  # errors that a fault or a crowd explains
 
 
 @dataclass(frozen=True)
@@ -138,6 +140,8 @@ class Chaos:
         except httpx.TransportError as error:
             end, text = f"transport {type(error).__name__}", ""
         self.judge(question, end, text)
+        if end in REFUSED:
+            self.over.wait(RETRY_S)
 
     def burst(self) -> None:
         seeds = [next(self.seeds) for _ in range(30)]
