@@ -151,6 +151,11 @@ def make_plan(
         for share, usable, one in zip(sizing.shares, sizing.usable_bytes, rows, strict=True)
     )
     context, prefix = sizing.context_tokens(config), sizing.prefix_states(config)
+    if config.prefix_bytes > 0 and prefix.state_bytes > config.prefix_bytes:
+        raise ConfigError(
+            f"prefix_bytes = {config.prefix_bytes}, but one state takes {prefix.state_bytes} bytes "
+            "on the fullest rank: raise it, or turn the prefix cache off"
+        )
     item = DTYPE_BYTES[config.dtype]
     table = options.ledger.ngram_table
     return Plan(

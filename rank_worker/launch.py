@@ -14,7 +14,9 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
+from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
+from multiprocessing.context import ForkServerContext
 from typing import Any
 
 from placement.config import EngineConfig
@@ -31,6 +33,7 @@ from rank_worker.messages import (
 from rank_worker.rank import Rank
 from rank_worker.start_report import StartReport, start_report
 
+SAFE_PATH = "PYTHONSAFEPATH"  # Python: the current directory is no place to import from
 POLL_S = 0.2
 PROGRESS_S = 0.25  # a rank that loads tells how far it is at this interval
 STOP_TIMEOUT_S = 10.0
@@ -61,14 +64,16 @@ class _Child:
     """A spawned rank and the pipe that its progress and its last words come through."""
 
     def __init__(self, config: EngineConfig, rank: int, world_size: int, port: int) -> None:
-        # The server has torch imported and forks each rank, so more ranks start no slower.
-        context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload(["rank_worker.rank"])
+        context = _fork_context()
         self.rank = rank
         self.pipe, theirs = context.Pipe()
         arguments = (config, rank, world_size, port, theirs)
         self.process = context.Process(target=_child_main, args=arguments, daemon=True)
-        self.process.start()
+        try:
+            self.process.start()
+        except (EOFError, OSError) as error:
+            text = f"rank {rank} could not be started ({type(error).__name__}: {error})"
+            raise RankError(f"{text}; see the output above", rank, phase="start") from error
         theirs.close()
         self.progress = LoadProgress(rank, "starting")
         self._snapshot: RankSnapshot | None = None
@@ -110,6 +115,25 @@ class _Child:
         code = self.process.exitcode
         how = f"was killed by signal {-code}" if code and code < 0 else f"ended with code {code}"
         return RankError(f"rank {self.rank} {how}; see its output above", self.rank)
+
+
+def _fork_context() -> ForkServerContext:
+    """Its server has torch imported and forks each rank, so more ranks start no slower.
+
+    It is started with a safe path: a folder `ops` where the user stands is not ours.
+    """
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload(["rank_worker.rank"])
+    before = os.environ.get(SAFE_PATH)
+    os.environ[SAFE_PATH] = "1"
+    try:
+        forkserver.ensure_running()
+    finally:
+        if before is None:
+            del os.environ[SAFE_PATH]
+        else:
+            os.environ[SAFE_PATH] = before
+    return context
 
 
 def _child_main(

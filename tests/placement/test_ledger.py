@@ -184,6 +184,9 @@ def test_byte_budgets_hold_as_many_states_as_fit_on_the_fullest_rank(
 def test_settings_of_the_prefix_cache_that_cannot_be(tiny: Loaded) -> None:
     with pytest.raises(ConfigError, match="prefix_interval_tokens = 0"):
         planned(tiny[0], prefix_interval_tokens=0)
+    with pytest.raises(ConfigError, match="prefix_bytes = 5, but one state takes"):
+        planned(tiny[0], prefix_cache=True, prefix_bytes=5)
+    assert planned(tiny[0], prefix_cache=True, prefix_bytes=0).prefix.device == 0
     with pytest.raises(ConfigError, match="decode_share = 1"):
         planned(tiny[0], decode_share=1.0)
 

@@ -199,6 +199,24 @@ def test_faults_of_a_checkpoint_are_one_line_for_the_caller(
     assert ended.returncode == 0
 
 
+def test_packages_where_the_user_stands_are_not_ours(
+    embedded_model_dir: Path, tmp_path: Path
+) -> None:
+    """A folder `ops` in the current directory must not take the place of ours in any rank."""
+    elsewhere = tmp_path / "work"
+    (elsewhere / "ops").mkdir(parents=True)
+    (elsewhere / "ops" / "__init__.py").write_text("raise RuntimeError('not ours')")
+    script = tmp_path / "script.py"
+    script.write_text(CALLER)
+    env = {**os.environ, "PYTHONPATH": str(ROOT)}
+    run = subprocess.run(
+        [sys.executable, str(script), str(embedded_model_dir), "float32"],
+        cwd=elsewhere, env=env, capture_output=True, text=True, timeout=PATIENCE_S, check=False,
+    )  # fmt: skip
+    assert "not ours" not in run.stderr
+    assert run.returncode == 0, run.stderr
+
+
 def test_more_ranks_than_experts_are_refused(embedded_model_dir: Path) -> None:
     with (
         pytest.raises(ConfigError, match=r"ranks = 15, but the model has 14 experts"),
