@@ -151,8 +151,8 @@ class Scene:
         self.note(**{key: failure[key] for key in keys}, log_lines=len(failure["log_tail"]))
         self.note(message=failure["message"][:160])
         assert failure["epoch"] == after["epoch"] - 1
-        # A plan that is not taken is noticed by rank 0, which can't tell by which of its peers.
-        is_plan = self.cell.act == "stuck" and failure["phase"] == "plan"
+        # A plan that is not taken is told of rank 0, which can't know which of its peers it was.
+        is_plan = self.cell.act == "stuck" and self.cell.phase == "idle"
         assert failure["rank"] == (0 if is_plan else self.cell.rank), failure
         assert failure["phase"], failure
         assert isinstance(failure["log_tail"], list)
