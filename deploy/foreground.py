@@ -160,11 +160,13 @@ class Foreground:
         return True
 
     def _watch(self, handle: Any) -> None:
-        """Until a signal: tells what changes."""
+        """Until a signal: tells what changes. RankError when no gang will be started again."""
         while not self._flag.wait(WATCH_S):
             status = self._status(handle)
             if status is not None:
                 self._tell(status)
+                if status.state is EngineState.FAILED:
+                    raise RankError(f"the gang failed for good: {status.reason}")
 
     def _status(self, handle: Any) -> EngineStatus | None:
         """None while the coordinator itself is being replaced."""

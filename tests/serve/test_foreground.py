@@ -12,6 +12,7 @@ from cluster.client import EngineState, EngineStatus
 from deploy import foreground
 from deploy.config import load_config
 from deploy.foreground import Foreground
+from placement.errors import RankError
 
 SERVING = EngineStatus(EngineState.SERVING, ready=True, epoch=1)
 
@@ -127,3 +128,15 @@ def test_a_signal_before_it_is_ready_drains_nothing(
     assert world.log[world.log.index("opened") :] == [
         "opened", f"{early.name} before it was ready", "application ended", "Ray ended",
     ]  # fmt: skip
+
+
+def test_a_gang_that_is_not_started_again_ends_the_server_with_its_cause(
+    world: World, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(foreground, "WATCH_S", 0.01)
+    statuses = iter([SERVING])
+    failed = EngineStatus(EngineState.FAILED, ready=False, epoch=4, reason="rank 1 died")
+    world.status = Method(lambda: Answer(next(statuses, failed)))
+    with pytest.raises(RankError, match="rank 1 died"):
+        run()
+    assert world.log[-2:] == ["application ended", "Ray ended"]
