@@ -153,6 +153,8 @@ class Coordinator:
             return await stream.get()
         left_s = stream.start_s + limit_s - time.monotonic()
         try:
+            if left_s <= 0 and not stream.finished:  # what waits already would never time out
+                raise TimeoutError
             async with asyncio.timeout(max(0.0, left_s)):
                 return await stream.get()
         except TimeoutError:

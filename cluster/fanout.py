@@ -10,6 +10,7 @@ import asyncio
 import contextlib
 import logging
 from collections.abc import AsyncGenerator, Sequence
+from dataclasses import replace
 from types import TracebackType
 
 from cluster.client import EngineClient, NotServing
@@ -33,6 +34,7 @@ class Fanout:
         self._queue: asyncio.Queue[Item] = asyncio.Queue()  # bounded by the permits
         self._permits = [asyncio.Semaphore(_UNREAD_BATCHES) for _ in requests]
         self._readers: list[asyncio.Task[None]] = []
+        self._failure: NotServing | None = None  # told after the tokens that were made before it
 
     async def __aenter__(self) -> Fanout:
         self._readers = [
@@ -50,13 +52,18 @@ class Fanout:
 
     async def next(self) -> tuple[int, TokenBatch]:
         """The next batch of any choice. Raises what the engine raised for any of them."""
+        if self._failure is not None:
+            raise self._failure
         index, item = await self._queue.get()
         self._permits[index].release()
         if isinstance(item, Exception):
             raise item
-        if item.finish_reason in (FinishReason.ERROR, FinishReason.ABORT):
-            raise _batch_error(item)
-        return index, item
+        if item.finish_reason not in (FinishReason.ERROR, FinishReason.ABORT):
+            return index, item
+        self._failure = _batch_error(item)
+        if not item.token_ids:
+            raise self._failure
+        return index, replace(item, finish_reason=None, error_kind=None, error_message=None)
 
     async def stop(self, index: int) -> None:
         """End one choice at a stop string: a success for the engine, not an abort."""

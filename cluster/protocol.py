@@ -80,6 +80,12 @@ UNSUPPORTED_FIELDS: Mapping[str, Callable[[object], bool]] = MappingProxyType(
         "add_generation_prompt": _off(True),
         "prompt_embeds": _off(),
         "thinking_token_budget": _off(),
+        "chat_template": _off(),
+        "documents": _off([]),
+        "logits_processors": _off([]),
+        "typical_p": _NUMBER_ONE,
+        "cache_salt": _off(""),
+        "reasoning": _off({}),
     }
 )
 

@@ -24,10 +24,15 @@ from placement.headers import require_regular
 THINK_OPEN = "<think>"
 THINK_CLOSE = "</think>"
 
-_TEMPLATE_FAULTS = (TemplateError, TypeError, ValueError, LookupError, AttributeError)
+_TEMPLATE_FAULTS = (
+    TemplateError, TypeError, ValueError, LookupError, AttributeError, RecursionError,
+)  # fmt: skip
 _RESERVED_TEMPLATE_NAMES = frozenset(
-    {"messages", "conversations", "tools", "documents", "chat_template", "add_generation_prompt"}
-)
+    {
+        "messages", "conversations", "tools", "documents", "chat_template",
+        "add_generation_prompt", "continue_final_message", "return_assistant_tokens_mask",
+    }
+)  # fmt: skip
 
 
 def _byte_of_char() -> dict[str, int]:

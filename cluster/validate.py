@@ -34,6 +34,10 @@ from rank_worker.messages import EngineRequest, SamplingParams
 _SEED_MASK = 2**63 - 1
 # What pydantic adds to the place of a fault in a field of several types.
 _UNION_MEMBERS = ("str", "list[str]", "list[any]", "constrained-int", "literal[False]")
+_OTHER_ROUTE: Mapping[type[ModelBody], frozenset[str]] = {
+    ChatBody: frozenset(CompletionBody.model_fields) - frozenset(ChatBody.model_fields),
+    CompletionBody: frozenset(ChatBody.model_fields) - frozenset(CompletionBody.model_fields),
+}
 BodyT = TypeVar("BodyT", bound=ModelBody)
 
 
@@ -194,9 +198,15 @@ def unknown_model(name: str, card: ModelCard) -> ClientError:
     )
 
 
+def _never(value: object) -> bool:
+    """A field of the other route has no value that means nothing here."""
+    return False
+
+
 def _check_supported(model: type[ModelBody], raw: Mapping[str, Any]) -> None:
+    others = _OTHER_ROUTE.get(model, frozenset())
     for name, value in raw.items():
-        is_off = UNSUPPORTED_FIELDS.get(name)
+        is_off = UNSUPPORTED_FIELDS.get(name, _never if name in others else None)
         if is_off is None or name in model.model_fields or name in IGNORED_FIELDS:
             continue
         if not is_off(value):

@@ -8,6 +8,9 @@ from dataclasses import dataclass, field
 from rank_worker.sequence import Sequence
 from rank_worker.step_plan import INTO_SLOT, Admit, PageUpdate, Row, RowFlag, StateCopy
 
+LEAST_TEMPERATURE = 1e-5  # below it the best token is all but certain; vLLM's bound, too
+INT32_MAX = (1 << 31) - 1
+
 
 @dataclass
 class Part:
@@ -32,8 +35,10 @@ class Outline:
     def admit(self, sequence: Sequence) -> None:
         """Hands `sequence` its slot and the pages that it has already."""
         p, slot, logprobs = sequence.request.sampling, sequence.slot, sequence.request.logprobs
+        temperature = p.temperature if p.temperature >= LEAST_TEMPERATURE else 0.0
+        top_k = min(p.top_k, INT32_MAX)
         self.admits.append(
-            Admit(slot, p.temperature, p.top_k, p.top_p, p.min_p, p.seed, p.choice, logprobs)
+            Admit(slot, temperature, top_k, p.top_p, p.min_p, p.seed, p.choice, logprobs)
         )
         self.pages += [PageUpdate(slot, i, page) for i, page in enumerate(sequence.pages)]
 

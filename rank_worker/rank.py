@@ -221,8 +221,9 @@ class Rank:
         assert scheduler is not None
         while not self._stop.is_set():
             self._drain_inbox(scheduler)
-            plan = scheduler.schedule()
-            self.comm.send_plan(encode(plan))
+            words = encode(scheduler.schedule())
+            plan = decode(words)  # what the others see: figures are rounded to 32 bits
+            self.comm.send_plan(words)
             if plan.admits:
                 self.comm.send_plan(self._names.tell(plan.admits, scheduler.running))
             if plan.opcode is Opcode.STEP:

@@ -64,3 +64,22 @@ def test_requests_in_time_are_left_alone(desk, drive):
             assert table.script.gang.aborts == []
 
     drive(body())
+
+
+def test_a_stream_that_always_has_tokens_ends_at_its_deadline(desk, drive):
+    """A reader slower than the engine finds a batch each time, so that no wait can time out."""
+
+    async def body():
+        async with desk(request_timeout_s=LIMIT_S) as table:
+            await table.serving()
+            begun_s, batches = time.monotonic(), []
+            async for batch in table.coordinator.generate(table.request(max_tokens=900)):
+                batches.append(batch)
+                await asyncio.sleep(0.03)
+                if time.monotonic() - begun_s > 5:
+                    break
+                table.script.gang.go.clear()
+                table.script.gang.take_step()
+            assert batches[-1].error_kind == "deadline"
+
+    drive(body())

@@ -1,0 +1,67 @@
+"""Fields of the other route are refused by name; tokens before an error are not lost."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from fastapi.testclient import TestClient
+
+from placement.errors import ErrorKind
+from rank_worker.messages import FinishReason, TokenBatch
+
+MODEL = "tiny-flash-next"
+CHAT = ("/v1/chat/completions", {"messages": [{"role": "user", "content": "hi"}]})
+TEXT = ("/v1/completions", {"prompt": "hi"})
+
+
+@pytest.mark.parametrize(
+    ("route", "field", "value"),
+    [
+        (TEXT, "max_completion_tokens", 5),
+        (TEXT, "messages", []),
+        (TEXT, "chat_template_kwargs", {"enable_thinking": False}),
+        (TEXT, "reasoning_effort", "low"),
+        (TEXT, "top_logprobs", 1),
+        (CHAT, "prompt", "x"),
+        (CHAT, "echo", True),
+        (CHAT, "chat_template", "{{ messages }}"),
+        (CHAT, "documents", [{"text": "x"}]),
+        (CHAT, "logits_processors", ["x"]),
+        (CHAT, "reasoning", {"effort": "low"}),
+    ],
+)
+def test_a_field_that_would_change_the_answer_is_not_ignored(
+    client: TestClient, route: tuple[str, dict[str, Any]], field: str, value: Any
+) -> None:
+    url, body = route
+    answer = client.post(url, json={"model": MODEL, **body, field: value})
+    assert answer.status_code == 400
+    assert answer.json()["error"]["param"] == field
+
+
+def test_tokens_that_came_with_an_error_are_sent_before_it(
+    client: TestClient, engine: Any, byte_ids: Any, sse: Any
+) -> None:
+    failed = TokenBatch(
+        "", byte_ids(b"bc"), FinishReason.ERROR,
+        error_kind=ErrorKind.RANK_FAILURE.value, error_message="rank 1 died",
+    )  # fmt: skip
+    engine.script = lambda request: [byte_ids(b"a"), failed]
+    url, body = TEXT
+    *chunks, last = sse(client.post(url, json={"model": MODEL, **body, "stream": True}).text)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == "abc"
+    assert last["error"]["code"] == "rank_failure"
+
+
+def test_deeply_nested_arguments_are_refused(client: TestClient) -> None:
+    arguments: Any = "x"
+    for _ in range(930):
+        arguments = [arguments]
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    answer = client.post(CHAT[0], json={"model": MODEL, "messages": messages})
+    assert answer.status_code < 500
