@@ -19,6 +19,7 @@ constexpr int SUMS = 24;  // vectors of running sums that fit in registers
 constexpr int64_t LANES = 8;
 constexpr int SUMS = 12;
 #endif
+constexpr int64_t AHEAD = 16;  // rows of a weight that are asked for before they are needed
 typedef float vec __attribute__((vector_size(LANES * sizeof(float))));
 
 inline vec load(const float* p) {
@@ -124,8 +125,11 @@ template <int R, int V>
 inline void columns(const float* x, int64_t x_stride, const float* w, float* y, int64_t K,
                     int64_t N, int64_t last) {
     const auto at = [last](int v) { return v + 1 < V ? v * LANES : last; };
+    const bool is_long = R > 1 && K >= 8 * AHEAD;  // one row keeps up with memory by itself
     vec sums[R][V] = {};
     for (int64_t k = 0; k < K; ++k, w += N) {
+        if (is_long)
+            for (int v = 0; v < V; ++v) __builtin_prefetch(w + AHEAD * N + v * LANES);
         vec part[V];
         for (int v = 0; v < V; ++v) part[v] = load(w + at(v));
         for (int r = 0; r < R; ++r)
