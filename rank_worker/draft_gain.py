@@ -60,7 +60,7 @@ class DraftCost:
     def speedup(self, tokens_per_round: float, rows: int = 1) -> float | None:
         """Rate of decoding with drafts over that without; None until both were measured."""
         measured = self._measured(rows)
-        return None if measured is None else tokens_per_round / measured
+        return tokens_per_round / measured if measured else None
 
     def wants_plain(self, rows: int) -> bool:
         """True when a plain step should be made now, because none was measured for long."""

@@ -249,9 +249,15 @@ def serve_app(serve_port: int) -> Callable[..., Any]:
     return start
 
 
-@pytest.fixture(scope="session")
-def fault_server(serve_app: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory) -> Any:
-    return serve_app("faults", tmp_path_factory.mktemp("orders") / "order")
+@pytest.fixture(scope="module")
+def fault_server(
+    serve_app: Callable[..., Any], tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Any]:
+    """Its chips are free again for the modules after."""
+    from ray import serve
+
+    yield serve_app("faults", tmp_path_factory.mktemp("orders") / "order")
+    serve.delete("faults")
 
 
 @pytest.fixture

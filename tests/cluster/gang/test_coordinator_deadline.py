@@ -72,14 +72,22 @@ def test_a_stream_that_always_has_tokens_ends_at_its_deadline(desk, drive):
     async def body():
         async with desk(request_timeout_s=LIMIT_S) as table:
             await table.serving()
-            begun_s, batches = time.monotonic(), []
+            gang = table.script.gang
+            gang.go.clear()
+
+            async def feed() -> None:
+                while True:
+                    gang.take_step()
+                    await asyncio.sleep(0.005)
+
+            feeding, begun_s, batches = asyncio.create_task(feed()), time.monotonic(), []
             async for batch in table.coordinator.generate(table.request(max_tokens=900)):
                 batches.append(batch)
                 await asyncio.sleep(0.03)
                 if time.monotonic() - begun_s > 5:
                     break
-                table.script.gang.go.clear()
-                table.script.gang.take_step()
+            feeding.cancel()
+            gang.go.set()
             assert batches[-1].error_kind == "deadline"
 
     drive(body())
