@@ -25,17 +25,8 @@ CODE_WORDS = ("tiger", "river", "piano", "garden")
 NOISE_CHARACTERS = 64
 PASSAGE = (
     "The workshop opens at seven and the first hour goes to cleaning the tools.",
-    "Wood is stored on the upper floor, where the air is dry in every season.",
-    "Every board carries a label with the year in which the tree was cut.",
     "Visitors may look at the machines but have to stay behind the yellow line.",
-    "A bell rings before the large saw starts, and nobody talks while it runs.",
     "The finished chairs stand near the door until the van comes on Friday.",
-    "Broken pieces are kept in a box, because small repairs need small parts.",
-    "In winter the stove is lit early, and the glue is put beside it to warm.",
-    "The apprentices draw each joint twice before they are allowed to cut one.",
-    "Old plans hang on the wall, and some of them are a hundred years old.",
-    "At noon everybody sits at the long table and eats what the cook has made.",
-    "The lights go out at five, except in the office, where the letters are written.",
 )
 PROSE = (
     "A cache keeps results of earlier work so that they need not be computed again. When it is "

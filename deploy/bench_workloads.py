@@ -26,7 +26,7 @@ class Sizes:
     prefills: tuple[int, ...] = (128, 1000)
     text_new: int = 128  # at most, of an answer that has an end
     in_turn: int = 4  # prompts of a text that are answered one after the other
-    passage_sentences: int = 12  # of the text that something is to be found in
+    passage_sentences: int = 3  # to find a code in; four such prompts fit into one step
     prefix: int = 1500
     beside: int = 4000  # of the prompt that is computed beside a stream
     alone: int = 256  # of the stream before and after that

@@ -267,12 +267,15 @@ def test_texts_are_asked_through_the_chat_template_and_answered_to_their_end(
     tokenizer = Tokenizer.load(embedded_model_dir)
     texts = {text.name: text for text in make_texts(tokenizer, FULL)}
     assert list(texts) == ["counting", "retrieval", "prose", "noise"]
-    assert all(len(set(text.prompts)) == 4 for text in texts.values())
+    for text in texts.values():
+        assert len(set(text.prompts)) == 4
+        # One step computes all four, or the decode rate of four requests would hold a prefill.
+        assert sum(map(len, text.prompts)) <= EngineConfig("").step_tokens
     assert [text.name for text in texts.values() if text.has_end] == ["counting", "retrieval"]
-    asked = tokenizer.decode(texts["retrieval"].prompts[1], skip_special=False)
+    asked = tokenizer.decode(texts["retrieval"].prompts[3], skip_special=False)
     assert asked.startswith("<|im_start|>user\nThe workshop opens at seven")
-    assert "\nThe secret code for river is 22092.\n" in asked
-    assert asked.endswith("What is the secret code for river?<|im_end|>\n<|im_start|>assistant\n")
+    assert "\nThe secret code for garden is 31416.\n" in asked
+    assert asked.endswith("What is the secret code for garden?<|im_end|>\n<|im_start|>assistant\n")
     limits = limits_of(embedded_model_dir)
     alone, together = texts["counting"].workloads(limits.end_token_ids, FULL)
     assert (alone.id, alone.concurrency, len(alone.prompts)) == ("counting-1", 1, 4)
