@@ -45,7 +45,7 @@ def launched(
 
 @pytest.fixture(scope="session")
 def engine_of(launched: Callable[..., Launched]) -> Iterator[EngineMaker]:
-    """The same, kept for the session."""
+    """The same, kept for the whole run."""
     started: dict[Any, Engine] = {}
     with ExitStack() as stack:
 
@@ -65,7 +65,7 @@ def drafting(k: int) -> dict[str, Any]:
 
 @pytest.fixture(scope="session")
 def reusing(engine_of: EngineMaker) -> EngineMaker:
-    """reusing(model, ranks, k): a gang that drafts and keeps prefixes, for the session."""
+    """reusing(model, ranks, k): a gang that drafts and keeps prefixes, for the whole run."""
 
     def get(model: str, ranks: int = 1, k: int = 0, **config: Any) -> Engine:
         return engine_of(model, ranks, **drafting(k), **config)
