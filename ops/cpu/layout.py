@@ -15,6 +15,15 @@ def row_stride(x: Tensor) -> int:
     return first if x.shape[0] and x[0].is_contiguous() else 0
 
 
+def token_stride(x: Tensor) -> int:
+    """Elements between tokens of x [B, Q, ...], each contiguous, all evenly apart; else 0."""
+    rows, tokens, *inner = x.stride()
+    if rows != tokens * x.shape[1] and x.shape[0] > 1:
+        return 0
+    is_tight = inner == [1] or (len(inner) == 2 and inner == [x.shape[3], 1])
+    return tokens if is_tight else 0
+
+
 def is_packed(weight: Tensor) -> bool:
     """A column-major weight [out, in], or a bank [experts, out, in] of them, without gaps."""
     strides = weight.stride()

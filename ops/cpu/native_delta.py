@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from ops.cpu import torch_variants as torch_variant
-from ops.cpu.layout import FEW_ROWS, row_stride
+from ops.cpu.layout import FEW_ROWS, row_stride, token_stride
 from ops.cpu.library import library
 from ops.reference import verify
 
@@ -32,13 +32,12 @@ def causal_conv_step(
 def causal_conv_verify(
     x: Tensor, weight: Tensor, windows: Tensor, slots: Tensor, dilation: int = 1
 ) -> Tensor:
-    rows = x.flatten(0, 1)
-    stride = row_stride(rows)
+    stride = token_stride(x)
     if not stride or not windows.is_contiguous():
         return verify.causal_conv_verify(x, weight, windows, slots, dilation)
     y, taps = torch.empty(x.shape), weight.t().contiguous()
     library().nrank_conv_verify(
-        rows.data_ptr(), stride, taps.data_ptr(), windows.data_ptr(), slots.data_ptr(),
+        x.data_ptr(), stride, taps.data_ptr(), windows.data_ptr(), slots.data_ptr(),
         y.data_ptr(), *x.shape, taps.shape[0], dilation,
     )  # fmt: skip
     return y
@@ -46,13 +45,13 @@ def causal_conv_verify(
 
 def window_commit_(x: Tensor, windows: Tensor, slots: Tensor, counts: Tensor) -> Tensor:
     whole = x.dim() == 3 and x.dtype == windows.dtype and windows.is_contiguous()
-    rows, words = x.flatten(0, 1), x.element_size() // 4
-    stride = row_stride(rows) * words
-    if not whole or not words or not stride:
+    words = x.element_size() // 4
+    stride = token_stride(x) * words if whole else 0
+    if not stride:
         return verify.window_commit_(x, windows, slots, counts)
     _, window, channels = windows.shape
     library().nrank_window_commit(  # copies words of 4 bytes, whatever they mean
-        rows.data_ptr(), stride, windows.data_ptr(), slots.data_ptr(), counts.data_ptr(),
+        x.data_ptr(), stride, windows.data_ptr(), slots.data_ptr(), counts.data_ptr(),
         *x.shape[:2], window, channels * words,
     )  # fmt: skip
     return windows
@@ -108,14 +107,13 @@ def gated_delta_verify(
 ) -> Tensor:
     batch, tokens, key_heads, key_dim = q.shape
     heads, width = v.shape[2:]
-    query, key, value = q.flatten(0, 1), k.flatten(0, 1), v.flatten(0, 1)
-    stride, v_stride = row_stride(query), row_stride(value)
+    stride, v_stride = token_stride(q), token_stride(v)
     whole = g.is_contiguous() and beta.is_contiguous() and states.is_contiguous()
-    if not stride or not v_stride or stride != row_stride(key) or not whole:
+    if not stride or not v_stride or stride != token_stride(k) or not whole:
         return verify.gated_delta_verify(q, k, v, g, beta, key_head, states, slots)
     out = torch.empty(batch, tokens, heads, width)
     library().nrank_delta_verify(
-        query.data_ptr(), key.data_ptr(), stride, value.data_ptr(), v_stride, g.data_ptr(),
+        q.data_ptr(), k.data_ptr(), stride, v.data_ptr(), v_stride, g.data_ptr(),
         beta.data_ptr(), key_head.data_ptr(), states.data_ptr(), slots.data_ptr(),
         out.data_ptr(), batch, tokens, key_heads, heads, key_dim, width,
     )  # fmt: skip
@@ -134,13 +132,12 @@ def gated_delta_commit_(
 ) -> Tensor:
     batch, tokens, key_heads, key_dim = k.shape
     heads, width = v.shape[2:]
-    key, value = k.flatten(0, 1), v.flatten(0, 1)
-    stride, v_stride = row_stride(key), row_stride(value)
+    stride, v_stride = token_stride(k), token_stride(v)
     whole = g.is_contiguous() and beta.is_contiguous() and states.is_contiguous()
     if not stride or not v_stride or not whole:
         return verify.gated_delta_commit_(k, v, g, beta, key_head, states, slots, counts)
     library().nrank_delta_commit(
-        key.data_ptr(), stride, value.data_ptr(), v_stride, g.data_ptr(), beta.data_ptr(),
+        k.data_ptr(), stride, v.data_ptr(), v_stride, g.data_ptr(), beta.data_ptr(),
         key_head.data_ptr(), states.data_ptr(), slots.data_ptr(), counts.data_ptr(),
         batch, tokens, key_heads, heads, key_dim, width,
     )  # fmt: skip
