@@ -9,7 +9,6 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from rank_worker.device_sensors.reading import HEALTH_WORDS
 from rank_worker.device_sensors.smi_text import (
     MIB,
     chip_blocks,
@@ -47,13 +46,6 @@ class ChipIdentity:
     chip_id: int
     device_index: int
     name: str
-
-
-@dataclass(frozen=True, slots=True)
-class ChipHealth:
-    health: str | None
-    error_codes: tuple[str, ...] | None
-    information: str | None
 
 
 def find_failure(text: str) -> str | None:
@@ -109,16 +101,9 @@ def parse_power(text: str) -> float | None:
     return power if power is not None else block.decimal("npu real-time power(w)")
 
 
-def parse_health(text: str) -> ChipHealth:
-    """`-t health -i N -c M`. Codes are () where it says that there are none."""
-    values = single_block(text).values
-    word = values.get("health status", "").lower()
-    information = values.get("error information", "NA")
-    return ChipHealth(
-        word if word in HEALTH_WORDS else None,
-        hex_codes(values.get("error code")),
-        None if information == "NA" else information,
-    )
+def parse_error_codes(text: str) -> tuple[str, ...] | None:
+    """`-t health -i N -c M`: the codes of its faults, () where it says that there are none."""
+    return hex_codes(single_block(text).values.get("error code"))
 
 
 def parse_ecc_counts(text: str) -> tuple[int | None, int | None]:

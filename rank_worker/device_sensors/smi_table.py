@@ -25,7 +25,6 @@ BUS_ID = re.compile(r"[0-9A-Fa-f]{4,8}:[0-9A-Fa-f]{2}:[0-9A-Fa-f]{2}\.[0-9A-Fa-f
 CELL_VALUE = re.compile(r"[^\s/]+\s*/\s*[^\s/]+|\S+")
 VERSION = re.compile(r"\bVersion:\s*(\S+)")
 NO_PROCESSES = re.compile(r"No running processes found in NPU (\d+)")
-HEADERS = {"NPU": "card", "Chip": "chip"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,7 +89,8 @@ class _Table:
 
     def _take_row(self, cells: list[str]) -> None:
         first = cells[0].split()
-        if first and (name := HEADERS.get(first[0])):
+        if cells[0].startswith(("NPU ", "Chip")):
+            name = "chip" if first[0] == "Chip" else "card"
             self._columns[name] = cells[2].split()
             self._columns[f"{name} ids"] = first
         elif len(self._columns) < 4:

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 import pytest
 
 from rank_worker.device_sensors import smi_parser
-from rank_worker.device_sensors.smi_parser import ChipHealth, ChipIdentity
+from rank_worker.device_sensors.smi_parser import ChipIdentity
 from rank_worker.device_sensors.smi_text import (
     Block,
     chip_blocks,
@@ -175,12 +175,13 @@ def test_sensors_of_the_controller_may_have_no_value(recorded: Recorded) -> None
 
 
 def test_health_and_its_codes(recorded: Recorded) -> None:
-    assert smi_parser.parse_health(recorded("health_300iduo_one_chip_ok")) == ChipHealth(
-        "ok", (), None
-    )
-    fault = smi_parser.parse_health(recorded("health_300iduo_one_chip_fault"))
-    assert (fault.health, fault.error_codes) == ("alarm", ("80E01801", "80C98009"))
-    assert fault.information == (
+    assert smi_parser.parse_error_codes(recorded("health_300iduo_one_chip_ok")) == ()
+    fault = recorded("health_300iduo_one_chip_fault")
+    assert smi_parser.parse_error_codes(fault) == ("80E01801", "80C98009")
+    assert smi_parser.parse_error_codes("Error Code : 80E0 none\n") is None
+    values = single_block(fault).values
+    assert values["health status"] == "Alarm"
+    assert values["error information"] == (
         "node type=memory, sensor type=ecc, event state=multi bit error; "
         "node type=chip, sensor type=temperature, event state=over threshold"
     )
