@@ -342,6 +342,7 @@ CONTRACTS: dict[str, Contract] = {
         (("local", -1, "El"),),
         _distinct_experts,
     ),
+    "linear": Contract(_shapes(x="... K", weight="N K"), _all(ACTIVATION, "x weight")),
     "gated_swiglu": Contract(
         _shapes(gate_up="T I2", gate="T one"), _all(ACTIVATION, "gate_up gate")
     ),

@@ -12,7 +12,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ops.reference.norm import unit_offset
 from rank_worker.batch import BatchBuilder, DraftRows, StepBatch
@@ -103,7 +102,9 @@ class DraftHead:
             flat = self.ops.rms_norm(streams.flatten(1), self.hidden_scale, self.eps)
             normed = flat.view(streams.shape)
         token = self.ops.rms_norm(embedding, self.embedding_scale, self.eps)
-        return linear(normed, self.fc_hidden) + linear(token, self.fc_embedding).unsqueeze(1)
+        hidden = self.ops.linear(normed.flatten(0, 1), self.fc_hidden).view(streams.shape)
+        embedded: Tensor = self.ops.linear(token, self.fc_embedding)
+        return hidden.add_(embedded.unsqueeze(1))
 
 
 class Drafter:

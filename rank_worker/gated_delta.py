@@ -75,7 +75,7 @@ class GatedDeltaMixer:
     def forward(self, x: Tensor, batch: StepBatch) -> Tensor:
         if not self.value_heads:
             return torch.zeros_like(x)
-        projected = torch.nn.functional.linear(x, self.in_proj)
+        projected = self.ops.linear(x, self.in_proj)
         channels, z, b, a = torch.split_with_sizes(projected, self.widths, dim=-1)
         g, beta = self.ops.delta_gates(a, b, self.a_log, self.dt_bias)
         parts = []
@@ -89,7 +89,8 @@ class GatedDeltaMixer:
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         gate = z.reshape(out.shape)
         normed = self.ops.gated_rms_norm(out, self.norm, gate, self.eps, self.spec.gate_activation)
-        return torch.nn.functional.linear(normed.flatten(1), self.out)
+        partial: Tensor = self.ops.linear(normed.flatten(1), self.out)
+        return partial
 
     def _heads(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [..., key heads, dim] and v [..., value heads, dim] of channels [..., C]."""

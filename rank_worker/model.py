@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from placement.spec import Axis, GatedDeltaSpec, LayerSpec, ModelSpec, MoeSpec, SparseAttentionSpec
 from rank_worker.batch import Noted, StepBatch
@@ -103,7 +102,8 @@ class Model:
     def logits(self, site: StreamSite, streams: Tensor) -> Tensor:
         """This rank's logits [T, local vocab] of streams [T, S, H]."""
         mixed, _ = site.mix(streams)
-        return linear(mixed, self.head)
+        logits: Tensor = self.ops.linear(mixed, self.head)
+        return logits
 
     def _layer(
         self, layer: Layer, streams: Tensor, batch: StepBatch, rope: tuple[Tensor, Tensor]

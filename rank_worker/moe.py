@@ -10,7 +10,6 @@ from collections.abc import Callable
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from placement.config import RankShare
 from placement.experts import LayerHolders
@@ -42,7 +41,7 @@ class MoeChannel:
 
     def forward(self, x: Tensor, positions: Tensor, noted: Noted) -> Tensor:
         logits, shared_gate, gate_up = torch.split_with_sizes(
-            linear(x, self.in_proj), self.widths, dim=-1
+            self.ops.linear(x, self.in_proj), self.widths, dim=-1
         )
         route_weights, ids = self.ops.route(logits, self.spec.top_k, self.spec.normalise_top_k)
         noted.note_decision(ids)
@@ -50,7 +49,7 @@ class MoeChannel:
         local = self._local(ids, positions)
         out = self.ops.moe_experts(x, route_weights, local, self.gate_up, self.down)
         shared = self.ops.gated_swiglu(gate_up, shared_gate)
-        return out.add_(linear(shared, self.shared_down))
+        return out.add_(self.ops.linear(shared, self.shared_down))
 
     def _local(self, ids: Tensor, positions: Tensor) -> Tensor:
         """[T, k]: which of this rank's experts computes a route, -1 for a peer's."""

@@ -9,7 +9,6 @@ from dataclasses import dataclass
 
 import torch
 from torch import Tensor
-from torch.nn.functional import linear
 
 from ops.reference.norm import unit_offset
 from placement.config import RankShare
@@ -101,7 +100,7 @@ class SparseAttentionMixer:
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Projected:
         spec, tokens = self.spec, x.shape[0]
         q_gate, k, v, index_q, index_k = torch.split_with_sizes(
-            linear(x, self.in_proj), self.widths, dim=-1
+            self.ops.linear(x, self.in_proj), self.widths, dim=-1
         )
         q_gate = q_gate.view(tokens, self.heads, 2 * spec.head_dim)
         q, gate = q_gate.chunk(2, dim=-1)
@@ -143,7 +142,9 @@ class SparseAttentionMixer:
         return self._output(out.squeeze(1), seen.gate)
 
     def _output(self, attended: Tensor, gate: Tensor) -> Tensor:
-        return linear((attended * torch.sigmoid(gate)).flatten(1), self.o)
+        gated = (attended * torch.sigmoid(gate)).flatten(1)
+        partial: Tensor = self.ops.linear(gated, self.o)
+        return partial
 
     def _rope_norm(self, x: Tensor, scale: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         return self.ops.apply_rope(self.ops.rms_norm(x, scale, self.eps), *rope)

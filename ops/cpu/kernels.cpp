@@ -182,6 +182,12 @@ void linear(const float* x, int64_t x_stride, const float* w, float* y, int64_t 
 
 extern "C" {
 
+// x [T,K], rows apart by x_stride; w: a column-major weight [N,K]; y [T,N].
+void nrank_linear(const float* x, int64_t x_stride, const float* w, float* y, int64_t T, int64_t K,
+                  int64_t N) {
+    linear(x, x_stride, w, y, T, K, N);
+}
+
 // streams [T,S,H]; scale [S,H]; down [S*H, R+I] and up [R, S*H] (both column-major weights);
 // mixed [T,H]; inject [T,I] with I = S or 0.
 void nrank_hyper_mix(const float* streams, const float* scale, const float* down, const float* up,

@@ -26,6 +26,7 @@ BUILD_TIMEOUT_S = 120
 
 _POINTER, _INT, _FLOAT = ctypes.c_void_p, ctypes.c_int64, ctypes.c_float
 _SIGNATURES: dict[str, tuple[type, ...]] = {
+    "nrank_linear": (_POINTER, _INT) + (_POINTER,) * 2 + (_INT,) * 3,
     "nrank_hyper_mix": (_POINTER,) * 6 + (_INT,) * 5 + (_FLOAT,),
     "nrank_hyper_inject": (_POINTER,) * 3 + (_INT,) * 3,
     "nrank_conv_step": (_POINTER, _INT) + (_POINTER,) * 4 + (_INT,) * 4,

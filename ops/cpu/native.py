@@ -1,4 +1,4 @@
-"""Norms, streams, experts and tables on the C++ kernels, for the few rows of a decode step in fp32.
+"""Projections, norms, streams, experts and tables on the C++ kernels, for the few rows of a decode step in fp32.
 
 Anything else (many rows, other layouts) goes on to the torch variant or the reference of the same
 operator. Meaning: `ops/reference`.
@@ -12,7 +12,22 @@ from torch import Tensor
 from ops.cpu import torch_variants as torch_variant
 from ops.cpu.layout import FEW_ROWS, is_packed, row_stride
 from ops.cpu.library import library
-from ops.reference import moe, ngram
+from ops.reference import dense, moe, ngram
+
+# Above, torch's matrix product is as fast (AVX-512; [T, 192] x [192, 1048] and the like).
+LINEAR_ROWS = 16
+
+
+def linear(x: Tensor, weight: Tensor) -> Tensor:
+    stride = row_stride(x) if x.dim() == 2 else 0
+    if not stride or not 0 < x.shape[0] <= LINEAR_ROWS or not is_packed(weight):
+        return dense.linear(x, weight)
+    outs, ins = weight.shape
+    out = torch.empty(x.shape[0], outs)
+    library().nrank_linear(
+        x.data_ptr(), stride, weight.data_ptr(), out.data_ptr(), x.shape[0], ins, outs
+    )
+    return out
 
 
 def hyper_mix(
@@ -163,6 +178,7 @@ def ngram_gate(
 
 
 OPERATORS = (
+    linear,
     hyper_mix,
     hyper_inject_,
     rms_norm,

@@ -56,6 +56,7 @@ ENGINE_LAYOUTS: dict[str, dict[str, Layout]] = {
     "rms_norm": {"x": rows_of_wider},
     "apply_rope": {"x": rows_of_wider},
     "gated_swiglu": {"gate_up": rows_of_wider, "gate": rows_of_wider},
+    "linear": {"x": rows_of_wider, "weight": packed},
     "hyper_mix": {"down_inject": packed, "up": packed},
     "moe_experts": {"gate_up": packed, "down": packed},
     "ngram_gate": {"key": packed, "value": packed},

@@ -109,6 +109,7 @@ def _decode_calls() -> dict[str, tuple[Any, ...]]:
         "route": (torch.zeros(3, 6), 2, True),
         "moe_experts": (torch.zeros(3, 8), torch.zeros(3, 2), ids, torch.zeros(4, 10, 8),
                         torch.zeros(4, 8, 5)),
+        "linear": (torch.zeros(3, 8), torch.zeros(5, 8)),
         "gated_swiglu": (torch.zeros(3, 10), torch.zeros(3, 1)),
         "swiglu_mlp": (torch.zeros(3, 8), torch.zeros(10, 8), torch.zeros(8, 5)),
         "ngram_ids": (torch.zeros(3, 3, dtype=torch.int64), 7, index, torch.ones_like(ids[0]),

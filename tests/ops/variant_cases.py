@@ -319,6 +319,12 @@ def gated_swiglu(g: Geometry, batch: int) -> Iterable[Arguments]:
         yield {"gate_up": gate_up, "gate": torch.randn(batch, 1) * 3}
 
 
+def linear(g: Geometry, batch: int) -> Iterable[Arguments]:
+    experts, head = g.experts + 1, g.head_dim
+    for outs, ins in ((g.hidden, head), (experts, g.hidden), (1, head), (0, head), (head, 0)):
+        yield {"x": torch.randn(batch, ins), "weight": torch.randn(outs, ins)}
+
+
 def ngram_ids(g: Geometry, batch: int) -> Iterable[Arguments]:
     """Decode rows and chunks; end tokens anywhere; products up to the largest int64."""
     eos, multipliers = 40, torch.tensor([2**63 // 41 - 6, 2**62 // 41, 2**63 // 41 - 48, 3])
@@ -413,7 +419,7 @@ CASES: dict[str, Cases] = {
         causal_conv_step, causal_conv_chunk, gated_delta_step, gated_delta_chunk,
         causal_conv_verify, window_commit_, gated_delta_verify, gated_delta_commit_, route,
         moe_experts, select_blocks, paged_attention, write_kv_, apply_rope, rope_tables,
-        index_keys, gated_swiglu, ngram_ids, ngram_gate, table_rows,
+        index_keys, gated_swiglu, linear, ngram_ids, ngram_gate, table_rows,
         nonfinite_rows, greedy, sample, sample_local,
     )
 }  # fmt: skip
