@@ -102,8 +102,6 @@ class SmiQueries:
             ecc_double_bit=double,
             error_codes=self._answer(Query("health", *chip.key)),
             processes=processes,
-            if processes is None
-            else processes,
         )
 
     def _answer(self, query: Query) -> Any:
