@@ -73,6 +73,7 @@ class EngineStatus:
     state: EngineState
     ready: bool
     reason: str = ""
+    public_reason: str = ""  # the same for anyone: no process ids, paths or others' requests
     model_id: str = ""
     plan_id: str = ""
     config_hash: str = ""

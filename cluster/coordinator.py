@@ -13,6 +13,7 @@ from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
 
 from cluster.client import EngineState, EngineStatus, NotServing, RankStatus
+from cluster.failure import public_text
 from cluster.gang import LOADING, Launcher
 from cluster.metrics import BuildInfo, EngineMetrics
 from cluster.rank_status import rank_status
@@ -215,7 +216,9 @@ class Coordinator:
         return NotServing(text, kind, START_RETRY_S)
 
     def _why(self) -> str:
-        return self._supervisor.reason or self._supervisor.phase
+        """For clients; /status and the log have the cause."""
+        cause = self._supervisor.cause
+        return public_text(cause) if cause is not None else self._supervisor.phase
 
     def _close(self, stream: Stream) -> None:
         """The only way out of the table; tells rank 0 when it doesn't know yet."""
@@ -242,7 +245,8 @@ class Coordinator:
     def _gang_ended(self, error: NrankError | None) -> None:
         self._start = None
         kind = ErrorKind.DRAINING if self._draining else ErrorKind.RANK_FAILURE
-        self._streams.fail_all(kind, str(error or "the gang has ended"))
+        text = f"{public_text(error)}; retry later" if error is not None else "the gang has ended"
+        self._streams.fail_all(kind, text)
 
     def _gang_restarts(self, error: NrankError) -> None:
         """The label stays short: the phase in which it failed; the log has the whole cause."""
@@ -298,7 +302,7 @@ class Coordinator:
             async with asyncio.timeout(ASK_S):
                 return await session.expert_counts()
         except (RankError, TimeoutError) as error:
-            text = f"rank 0 does not tell its counts: {error or 'no answer'}"
+            text = "rank 0 does not tell its counts; retry later"
             raise self._refusal(ErrorKind.RANK_FAILURE, text) from error
 
     async def metrics_text(self) -> bytes:
@@ -315,7 +319,8 @@ class Coordinator:
         return EngineStatus(
             state=state,
             ready=state is EngineState.SERVING,
-            reason=self._status_reason(state),
+            reason=self._status_reason(state, supervisor.reason or supervisor.phase),
+            public_reason=self._status_reason(state, self._why()),
             model_id=self._settings.model_id,
             plan_id=plan.plan_id,
             config_hash=self._settings.config_hash,
@@ -342,14 +347,14 @@ class Coordinator:
         running = min(snapshots[0].running if snapshots else 0, self.admitted)
         return running, self.admitted - running
 
-    def _status_reason(self, state: EngineState) -> str:
+    def _status_reason(self, state: EngineState, why: str) -> str:
         reasons = {
             EngineState.SERVING: "",
             EngineState.HOLD: self._hold_reason,
             EngineState.CUT: self._cut_reason,
             EngineState.DRAINING: "shutting down",
         }
-        return reasons.get(state, self._why())
+        return reasons.get(state, why)
 
     def _loading(self) -> Mapping[int, LoadProgress]:
         """What ranks that load told last; empty before and after."""

@@ -10,14 +10,16 @@ import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from traceback import extract_tb
 
-from placement.errors import NrankError, RankError
+from placement.errors import CheckpointError, ConfigError, NrankError, PlanError, RankError
 from rank_worker.messages import RankIdentity
 
 TAIL_LINES = 20
 TAIL_BYTES = 8192
 LINE_CHARACTERS = 300
 RUN = "run"
+FATAL = (ConfigError, PlanError, CheckpointError)  # another start would end the same way
 
 
 @dataclass(frozen=True)
@@ -44,6 +46,16 @@ class Failure:
         return cls(epoch, now_s, text, error.rank, error.step, error.phase or RUN, tail)
 
 
+def public_text(error: NrankError) -> str:
+    """What clients are told of the end of a gang: no process ids, paths or others' requests."""
+    if isinstance(error, FATAL):
+        return "the gang can't be started; the server's log and /status say why"
+    if not isinstance(error, RankError):
+        return "the coordinator failed and is replaced"
+    who = f"rank {error.rank}" if error.rank >= 0 else "a rank"
+    return f"{who} failed (phase {error.phase or RUN})"
+
+
 def own_log_path() -> str:
     """The file that this process writes its errors to; "" when it is none."""
     try:
@@ -51,6 +63,17 @@ def own_log_path() -> str:
     except OSError:
         return ""
     return path if os.path.isfile(path) else ""
+
+
+def last_words(error: BaseException) -> str:
+    """One line for the log of a process that ends by `error`: what was raised, and where first."""
+    cause: BaseException = error
+    while cause.__cause__ is not None:
+        cause = cause.__cause__
+    *_, frame = [None, *extract_tb(cause.__traceback__)]
+    where = f" ({os.path.basename(frame.filename)}:{frame.lineno})" if frame is not None else ""
+    told = "" if cause is error else f"; {error}"
+    return " ".join(f"{type(cause).__name__}: {cause}{where}{told}".split())
 
 
 def log_tail(path: str) -> tuple[str, ...]:

@@ -13,7 +13,7 @@ from typing import Protocol, TypeVar
 
 from cluster.load_watch import LoadWatch
 from placement.config import EngineConfig
-from placement.errors import NrankError, RankError
+from placement.errors import NrankError, PeerError, RankError
 from rank_worker.load_progress import rank_text, slowest
 from rank_worker.messages import (
     EngineRequest,
@@ -173,12 +173,14 @@ class ProgressWatch:
         self._timeout_s = timeout_s
         self._heard_s = [now_s] * world_size
         self._steps = [-1] * world_size
+        self._entered = [0] * world_size
         self._moved_s = now_s
 
     def heard(self, snapshot: RankSnapshot, now_s: float) -> None:
         slowest = min(self._steps)
         self._heard_s[snapshot.rank] = now_s
         self._steps[snapshot.rank] = snapshot.step
+        self._entered[snapshot.rank] = snapshot.entered
         if min(self._steps) != slowest:
             self._moved_s = now_s
 
@@ -188,20 +190,34 @@ class ProgressWatch:
     def verdict(self, now_s: float, work_queued: bool) -> RankError | None:
         """The failure that the figures show, or None."""
         limit = f"step_timeout_s={self._timeout_s:g}"
-        for rank, heard_s in enumerate(self._heard_s):
-            if now_s - heard_s > self._timeout_s:
-                text = f"rank {rank} has been silent for {now_s - heard_s:.0f} s ({limit})"
-                return RankError(text, rank=rank, step=self._steps[rank], phase="run")
+        heard_s = min(self._heard_s)
+        if now_s - heard_s > self._timeout_s:
+            rank = self._heard_s.index(heard_s)
+            text = f"rank {rank} has been silent for {now_s - heard_s:.0f} s ({limit})"
+            return RankError(text, rank=rank, step=self._steps[rank], phase="run")
         if not work_queued:
             self._moved_s = now_s
         elif now_s - self._moved_s > self._timeout_s + SETTLE_S:
-            step = min(self._steps)
+            rank = self._last()
+            step = self._steps[rank]
             text = (
                 f"step {step} has not ended for {now_s - self._moved_s:.0f} s with requests "
                 f"queued ({limit})"
             )
-            return RankError(text, rank=self._steps.index(step), step=step, phase="run")
+            return RankError(text, rank=rank, step=step, phase="run")
         return None
+
+    def blame(self, error: PeerError) -> RankError:
+        """The rank that is behind all others, where one is: `error` came from who waited for it."""
+        rank = self._last()
+        if self._entered.count(self._entered[rank]) > 1:
+            return error
+        text = f"rank {rank} keeps its peers waiting: {error}"
+        return RankError(text, rank=rank, step=self._steps[rank], phase=error.phase)
+
+    def _last(self) -> int:
+        ranks = range(len(self._steps))
+        return min(ranks, key=lambda rank: (self._steps[rank], self._entered[rank]))
 
 
 class Gang:
@@ -295,7 +311,11 @@ class Gang:
         return next((e for e in (t.exception() for t in done) if isinstance(e, RankDied)), None)
 
     def _failure(self, done: set[asyncio.Future[None]]) -> RankError | None:
-        for task in sorted(done, key=self._runs.__getitem__):
+        def order(task: asyncio.Future[None]) -> tuple[bool, int]:
+            """Who waited for a peer knows least."""
+            return isinstance(task.exception(), PeerError), self._runs[task]
+
+        for task in sorted(done, key=order):
             error, rank = task.exception(), self._runs[task]
             if isinstance(error, RankError):
                 return error

@@ -99,8 +99,6 @@ def http_error(error: Exception) -> HttpError:
     if isinstance(error, NotServing):
         code = _CODE.get(error.kind, error.kind.value)
         return _of_kind(error.kind, str(error), code, None, error.retry_after_s)
-    if isinstance(error, NrankError):
-        return HttpError(500, str(error), "server_error")
     return HttpError(500, "internal error; the server log has the details", "server_error")
 
 
@@ -131,7 +129,8 @@ async def _on_error(request: Request, error: Exception) -> Response:
     request_id = getattr(request.state, "request_id", "-")
     log_server_error(error, request_id)
     response = http_error(error).response()
-    response.headers["x-request-id"] = request_id
+    if getattr(request.state, "tells_id", False):  # outside of what adds it to other answers
+        response.headers["x-request-id"] = request_id
     return response
 
 

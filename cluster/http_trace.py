@@ -19,25 +19,30 @@ _UNCOUNTED = frozenset({"/health", "/ready", "/status", "/metrics", "/openapi.js
 
 
 class HttpTrace:
-    """Echoes a sane `x-request-id`, else makes one; probes and scrapes aren't counted."""
+    """Echoes a sane `x-request-id`, else makes one; probes and scrapes aren't counted.
 
-    def __init__(self, app: ASGIApp, engine: EngineClient) -> None:
+    Not `tells_id`: a proxy in front answers with the id that it sent us.
+    """
+
+    def __init__(self, app: ASGIApp, engine: EngineClient, tells_id: bool) -> None:
         self._app = app
         self._engine = engine
+        self._tells_id = tells_id
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
             await self._app(scope, receive, send)
             return
         request_id = _request_id(scope)
-        scope.setdefault("state", {})["request_id"] = request_id
+        scope.setdefault("state", {}).update(request_id=request_id, tells_id=self._tells_id)
         status = STATUS_CLIENT_GONE  # what it stays when no response starts
 
         async def traced_send(message: Message) -> None:
             nonlocal status
             if message["type"] == "http.response.start":
                 status = message["status"]
-                MutableHeaders(scope=message)["x-request-id"] = request_id
+                if self._tells_id:
+                    MutableHeaders(scope=message)["x-request-id"] = request_id
             await send(message)
 
         try:

@@ -24,7 +24,14 @@ from cluster.completion import AnswerFormat, ChatFormat, TextFormat, usage
 from cluster.http_errors import BodyTooLarge, install_error_handlers
 from cluster.http_trace import HttpTrace
 from cluster.model_card import ModelCard
-from cluster.protocol import ChatBody, CompletionBody, DetokenizeBody, ModelBody, TokenizeBody
+from cluster.protocol import (
+    MAX_CHOICES,
+    ChatBody,
+    CompletionBody,
+    DetokenizeBody,
+    ModelBody,
+    TokenizeBody,
+)
 from cluster.sse import EventStream, SseResponse, until_disconnect
 from cluster.tokenize_routes import detokenize, tokenize
 from cluster.tokens import Tokenizer
@@ -50,6 +57,8 @@ Validate = Callable[[dict[str, Any], ModelCard, Tokenizer], ValidRequest]
 class EdgeSettings:
     comment_interval_s: float = 15.0  # SSE comment lines while nothing else is sent
     max_body_bytes: int = 8 * 1024 * 1024
+    max_choices: int = MAX_CHOICES  # answers of one request
+    tells_request_id: bool = True  # in x-request-id; False: the proxy in front does
 
 
 def make_app(
@@ -60,7 +69,9 @@ def make_app(
 ) -> FastAPI:
     """The application that serves `model` from `engine`."""
     app = FastAPI(title="nrank", docs_url=None, redoc_url=None)
-    routes = _Routes(engine, model, tokenizer, settings or EdgeSettings())
+    settings = settings or EdgeSettings()
+    model = dataclasses.replace(model, max_choices=settings.max_choices)
+    routes = _Routes(engine, model, tokenizer, settings)
     app.post("/v1/chat/completions", openapi_extra=_body_doc(ChatBody))(routes.chat)
     app.post("/v1/completions", openapi_extra=_body_doc(CompletionBody))(routes.completions)
     app.post("/tokenize", openapi_extra=_body_doc(TokenizeBody))(routes.tokenize)
@@ -73,7 +84,7 @@ def make_app(
     app.get("/status/experts")(routes.experts)
     app.get("/metrics")(routes.metrics)
     install_error_handlers(app)
-    app.add_middleware(HttpTrace, engine=engine)
+    app.add_middleware(HttpTrace, engine=engine, tells_id=settings.tells_request_id)
     return app
 
 
@@ -125,7 +136,7 @@ class _Routes:
     async def ready(self) -> Response:
         """Readiness: a step was committed by every rank since the last start."""
         status = await self._status()
-        body = {"ready": status.ready, "state": status.state, "reason": status.reason}
+        body = {"ready": status.ready, "state": status.state, "reason": status.public_reason}
         if status.ready:
             return JSONResponse(body)
         return JSONResponse(body, status_code=503, headers={"Retry-After": "5"})
@@ -172,7 +183,8 @@ class _Routes:
         try:
             return await self._engine.status()
         except NotServing as error:
-            return EngineStatus(EngineState.STARTING, ready=False, reason=str(error))
+            told = str(error)
+            return EngineStatus(EngineState.STARTING, False, reason=told, public_reason=told)
 
     async def _model_entry(self) -> dict[str, Any]:
         """OpenAI's four keys, vLLM's `max_model_len`, and the three meanings of "context"."""

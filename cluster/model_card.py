@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from cluster.protocol import MAX_CHOICES
 from placement.errors import CheckpointError
 from placement.headers import read_json
 
@@ -39,6 +40,7 @@ class ModelCard:
     defaults: SamplingDefaults = SamplingDefaults()
     eos_token_ids: tuple[int, ...] = ()
     owned_by: str = "nrank"
+    max_choices: int = MAX_CHOICES  # answers of one request
 
 
 def load_model_card(

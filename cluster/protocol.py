@@ -1,9 +1,9 @@
 """The request bodies of the OpenAI routes: which fields exist, their types and their fate.
 
 Every known field is in exactly one of three places: a model below (it works), `IGNORED_FIELDS`
-(accepted, changes nothing) or `UNSUPPORTED_FIELDS` (accepted at the value that means "off", else
-refused by name; a field of one route stands there for the other). Fields that nobody knows are
-ignored. Knows nothing of tokens or engines.
+(accepted, can't change an answer here) or `UNSUPPORTED_FIELDS` (accepted at the value that means
+"off", else refused by name; a field of one route stands there for the other). Fields that nobody
+knows are refused, too. Knows nothing of tokens or engines.
 """
 
 from __future__ import annotations
@@ -68,6 +68,12 @@ UNSUPPORTED_FIELDS: Mapping[str, Callable[[object], bool]] = MappingProxyType(
         "guided_regex": _off(),
         "guided_choice": _off(),
         "guided_grammar": _off(),
+        "guided_decoding_backend": _off(),
+        "guided_whitespace_pattern": _off(),
+        "return_tokens_as_token_ids": _off(False),
+        "mm_processor_kwargs": _off({}),
+        "kv_transfer_params": _off({}),
+        "vllm_xargs": _off({}),
         "modalities": _off(["text"]),
         "audio": _off(),
         "prediction": _off(),
@@ -91,11 +97,13 @@ UNSUPPORTED_FIELDS: Mapping[str, Callable[[object], bool]] = MappingProxyType(
 
 
 class StreamOptions(BaseModel):
-    """`include_obfuscation` is accepted and ignored: streams are never padded."""
+    """`include_obfuscation` changes nothing: streams are never padded."""
 
-    model_config = ConfigDict(strict=True, extra="ignore")
+    model_config = ConfigDict(strict=True, extra="forbid")
 
     include_usage: bool = False
+    include_obfuscation: bool = False
+    continuous_usage_stats: Literal[False] = False
 
 
 class ModelBody(BaseModel):

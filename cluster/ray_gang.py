@@ -9,8 +9,10 @@ from __future__ import annotations
 import asyncio
 import logging
 import os
+import sys
 import time
-from collections.abc import Awaitable, Sequence
+from collections.abc import Awaitable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any, TypeVar
 
 import ray
@@ -18,7 +20,7 @@ from ray.exceptions import RayActorError, RayError, RayTaskError
 from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
-from cluster.failure import own_log_path
+from cluster.failure import last_words, own_log_path
 from cluster.gang import RankDied, RankHandle, run_phase
 from cluster.rank_factory import RankEngine, RankFactory, make_rank
 from placement.config import EngineConfig
@@ -48,6 +50,7 @@ class RankWorker:
         self._resource = resource
         self._bundle = bundle
         self._engine: RankEngine | None = None
+        self._name = f"rank on bundle {bundle}"
 
     @property
     def engine(self) -> RankEngine:
@@ -64,19 +67,41 @@ class RankWorker:
         return RankIdentity(os.getpid(), context.get_node_id(), chip, address, own_log_path())
 
     def assign(self, factory: RankFactory, rank: int, world_size: int) -> None:
-        self._engine = factory(self._config, rank, world_size)
+        self._name = f"rank {rank} of {world_size}"
+        with self._last_words():
+            self._engine = factory(self._config, rank, world_size)
 
     def listen(self) -> int:
-        return self.engine.listen()
+        with self._last_words():
+            return self.engine.listen()
 
     def open(self, port: int) -> None:
-        self.engine.open(port)
+        with self._last_words():
+            self.engine.open(port)
 
     def load(self) -> None:
-        self.engine.load()
+        self._log(f"loading, pid {os.getpid()}")
+        with self._last_words():
+            self.engine.load()
+        done = self.engine.progress()
+        self._log(f"loaded {done.read_bytes} bytes in {done.seconds:.1f} s, warm-up steps made")
 
     def run(self) -> None:
-        self.engine.run()
+        with self._last_words():
+            self.engine.run()
+        self._log("stopped as asked")
+
+    def _log(self, text: str) -> None:
+        """A line that /status shows of a rank that failed: see cluster.failure."""
+        print(f"nrank: {self._name}: {text}", file=sys.stderr, flush=True)
+
+    @contextmanager
+    def _last_words(self) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._log(last_words(error))
+            raise
 
     @ray.method(concurrency_group="control")
     def stop(self) -> None:

@@ -6,6 +6,7 @@ Owns nothing but the wiring; the replica loads its own tokenizer and model card.
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 from typing import Any
 
 from fastapi import FastAPI
@@ -36,6 +37,7 @@ class IngressReplica:
         settings: EdgeSettings,
     ) -> None:
         card = load_model_card(model_dir, model_id, int(time.time()), context_tokens)
+        settings = replace(settings, tells_request_id=False)  # Serve's proxy adds it to all answers
         self._app = make_app(RemoteEngine(coordinator), card, Tokenizer.load(model_dir), settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

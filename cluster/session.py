@@ -13,7 +13,7 @@ from dataclasses import dataclass, replace
 from cluster.gang import Gang, ProgressWatch, RankHandle
 from cluster.outbox import Outbox
 from placement.config import EngineConfig
-from placement.errors import NrankError, RankError
+from placement.errors import NrankError, PeerError, RankError
 from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
 
 POLL_S = 1.0  # an idle poll for outputs returns after this time
@@ -89,6 +89,8 @@ class Session:
                 )
                 for task in done:
                     task.result()
+        except PeerError as error:
+            raise self._watch.blame(error) from error
         finally:
             for task in tasks:
                 task.cancel()

@@ -12,16 +12,15 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
 
-from cluster.failure import Failure
+from cluster.failure import FATAL, Failure
 from cluster.gang import Gang, Launcher
 from cluster.session import GangListener, Session
 from placement.config import EngineConfig
-from placement.errors import CheckpointError, ConfigError, NrankError, PlanError
+from placement.errors import NrankError
 
 logger = logging.getLogger("nrank.supervisor")
 
 BACKOFF_CAP_S = 60.0
-FATAL = (ConfigError, PlanError, CheckpointError)  # another start would end the same way
 
 
 @dataclass(frozen=True)
@@ -60,9 +59,10 @@ class Supervisor:
         self.gang: Gang | None = None
         self.session: Session | None = None
         self.phase = "starting"
-        self.reason = ""  # of the last failure, until the gang is ready again
+        self.cause: NrankError | None = None  # of the last end, until the gang is ready again
         self.last_failure: Failure | None = None
         self.epoch = 0  # lives begun
+        self.restarts = 0  # decided on, the one that is waited for included
         self.failed = False  # no further restart will be made
         self.fatal: NrankError | None = None  # why, when it is the user's to mend
 
@@ -71,8 +71,8 @@ class Supervisor:
         return self.session is not None and self.session.ready.is_set()
 
     @property
-    def restarts(self) -> int:
-        return max(0, self.epoch - 1)
+    def reason(self) -> str:
+        return str(self.cause) if self.cause is not None else ""
 
     def start(self) -> None:
         self._task = asyncio.get_running_loop().create_task(self._run())
@@ -125,11 +125,17 @@ class Supervisor:
             session.outbox.hold(self._held)
             await session.run()
         except NrankError as error:
-            failure, self.reason = error, str(error)
+            failure = self.cause = error
             identities = [rank.identity for rank in gang.ranks]
             self.last_failure = Failure.of(error, self.epoch, identities)
             if self.ready and time.monotonic() - begun_s > self._policy.steady_s:
                 self._row = 0
+            raise
+        except Exception as error:  # a fault of ours: check() tells it, and Serve replaces us
+            failure = self.cause = NrankError(
+                f"supervision failed: {type(error).__name__}: {error}"
+            )
+            logger.exception("gang %d: supervision failed", self.epoch)
             raise
         finally:
             self.session = None
@@ -142,7 +148,7 @@ class Supervisor:
         logger.info("gang %d: %s", self.epoch, phase)
 
     def _served(self) -> None:
-        self.reason = ""
+        self.cause = None
         self._enter("running")
         assert self.session is not None
         self._listener.on_ready(self.session.snapshots)
@@ -156,6 +162,7 @@ class Supervisor:
             self._enter("failed")
             logger.error("gang %d failed for good: %s", self.epoch, error)
             return False
+        self.restarts += 1
         delay_s = self._policy.delay_s(self._row)
         self._listener.on_restart(error)
         self._enter("restarting")

@@ -13,9 +13,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
+from unicodedata import is_normalized
 
 from jinja2 import TemplateError, TemplateSyntaxError
 from tokenizers import Tokenizer as FastTokenizer
+from tokenizers.normalizers import NFC
 from transformers.utils.chat_template_utils import render_jinja_template
 
 from placement.errors import CheckpointError, ClientError
@@ -99,6 +101,7 @@ class Tokenizer:
         self, fast: FastTokenizer, vocabulary: Vocabulary, template: str, names: Mapping[str, str]
     ) -> None:
         self._fast = fast
+        self._bytes_per_token = _bytes_per_token(fast, vocabulary)
         self._template = template
         self._special_names = dict(names)
         self.vocabulary = vocabulary
@@ -125,14 +128,27 @@ class Tokenizer:
         return self.vocabulary.special_ids
 
     def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
-        """Token ids of `text`; ClientError when it isn't valid Unicode."""
+        """Token ids of `text`; ClientError when it isn't valid Unicode.
+
+        By the batch form, which leaves other threads their turn while it works.
+        """
         try:
             text.encode("utf-8")
         except UnicodeEncodeError as error:
             raise ClientError(
                 f"the text has an unpaired surrogate at position {error.start}; send valid Unicode"
             ) from error
-        return tuple(self._fast.encode(text, add_special_tokens=add_special_tokens).ids)
+        encoded = self._fast.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+        return tuple(encoded[0].ids)
+
+    def least_tokens(self, text: str) -> int:
+        """How many tokens `text` has at least, told without tokenising it.
+
+        No token covers more bytes than the longest one has. 0 where the text is changed first.
+        """
+        if not self._bytes_per_token or not is_normalized("NFC", text):
+            return 0
+        return -(-len(text.encode("utf-8", "surrogatepass")) // self._bytes_per_token)
 
     def decode(self, token_ids: Sequence[int], skip_special: bool = True) -> str:
         """Text of a whole sequence, the same that a Detokenizer gives piece by piece."""
@@ -210,6 +226,14 @@ def _vocabulary(fast: FastTokenizer) -> Vocabulary:
             index for index, piece in enumerate(pieces) if piece in (THINK_OPEN, THINK_CLOSE)
         ),
     )
+
+
+def _bytes_per_token(fast: FastTokenizer, vocabulary: Vocabulary) -> int:
+    """The most bytes of a text in NFC that one token covers; 0 where there is no such number."""
+    takes_space = any(one.lstrip or one.rstrip for one in fast.get_added_tokens_decoder().values())
+    if takes_space or not isinstance(fast.normalizer, NFC | None):
+        return 0
+    return max(map(len, vocabulary.token_bytes), default=0)
 
 
 def _piece_bytes(piece: str, byte_of: Mapping[str, int]) -> bytes:

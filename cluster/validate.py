@@ -6,6 +6,7 @@ request. Knows nothing of HTTP responses or of the engine's state.
 
 from __future__ import annotations
 
+import difflib
 import json
 import secrets
 from collections.abc import Mapping, Sequence
@@ -18,7 +19,6 @@ from cluster.chat import normalise_messages
 from cluster.model_card import ModelCard
 from cluster.protocol import (
     IGNORED_FIELDS,
-    MAX_CHOICES,
     MAX_STOPS,
     UNSUPPORTED_FIELDS,
     ChatBody,
@@ -124,7 +124,9 @@ def valid_chat(raw: Mapping[str, Any], card: ModelCard, tokenizer: Tokenizer) ->
         options.setdefault("enable_thinking", body.enable_thinking)
     if body.reasoning_effort is not None:
         options.setdefault("reasoning_effort", body.reasoning_effort)
+    _check_choices(1, body.n, card)
     text = tokenizer.render(normalise_messages(body.messages), options)
+    _check_size(text, "messages", card, tokenizer)
     token_ids = tokenizer.encode(text, add_special_tokens=False)
     prompt = Prompt(token_ids, section_after(text))
     limit = body.max_completion_tokens or body.max_tokens
@@ -136,16 +138,15 @@ def valid_chat(raw: Mapping[str, Any], card: ModelCard, tokenizer: Tokenizer) ->
 def valid_completion(raw: Mapping[str, Any], card: ModelCard, tokenizer: Tokenizer) -> ValidRequest:
     """Check a completion body and tokenise its texts. Raises ClientError naming the field."""
     body = checked_body(CompletionBody, raw, card)
+    items = _prompt_items(body.prompt)
+    _check_choices(len(items), body.n, card)
+    for item in items:
+        if isinstance(item, str):
+            _check_size(item, "prompt", card, tokenizer)
     prompts = tuple(
         Prompt(tokenizer.encode(item) if isinstance(item, str) else known_ids(item, card, "prompt"))
-        for item in _prompt_items(body.prompt)
+        for item in items
     )
-    if len(prompts) * body.n > MAX_CHOICES:
-        raise ClientError(
-            f"{len(prompts)} prompts times n={body.n} is above the limit of {MAX_CHOICES} choices "
-            "a request; split it",
-            param="n" if body.n > 1 else "prompt",
-        )
     if body.max_tokens == 0 and not body.echo:
         raise ClientError(
             "max_tokens: 0 leaves nothing to answer; send at least 1, or echo=true",
@@ -154,6 +155,30 @@ def valid_completion(raw: Mapping[str, Any], card: ModelCard, tokenizer: Tokeniz
     request = _request(body, prompts, body.max_tokens, "max_tokens", "prompt", card)
     logprobs = -1 if body.logprobs is None or body.logprobs is False else body.logprobs
     return replace(request, logprobs=logprobs, echo=body.echo)
+
+
+def _check_choices(num_prompts: int, n: int, card: ModelCard) -> None:
+    """All choices of a request are admitted together: more than ever fit would never be."""
+    if num_prompts * n > card.max_choices:
+        what = f"n={n} is" if num_prompts == 1 else f"{num_prompts} prompts times n={n} are"
+        raise ClientError(
+            f"{what} above the limit of {card.max_choices} answers that one request may ask this "
+            "server for; split it",
+            param="n" if n > 1 else "prompt",
+            code="invalid_value",
+        )
+
+
+def _check_size(text: str, field: str, card: ModelCard, tokenizer: Tokenizer) -> None:
+    """Refuses at once what would be tokenised for seconds only to be refused then."""
+    least = tokenizer.least_tokens(text)
+    if least >= card.context_tokens:
+        raise ClientError(
+            f"the prompt has at least {least} tokens and the context is {card.context_tokens}, "
+            "which leaves no room for an answer; shorten the prompt",
+            kind=ErrorKind.CONTEXT_LENGTH,
+            param=field,
+        )
 
 
 def _chat_logprobs(body: ChatBody) -> int:
@@ -173,7 +198,7 @@ def _refuse_constant(name: str) -> float:
 def checked_body(model: type[BodyT], raw: Mapping[str, Any], card: ModelCard) -> BodyT:
     """The body with its fields checked, for this server's model. ClientError naming the field."""
     _check_model(raw, card)
-    _check_supported(model, raw)
+    _check_fields(model, raw)
     try:
         return model.model_validate(raw)
     except ValidationError as error:
@@ -203,18 +228,32 @@ def _never(value: object) -> bool:
     return False
 
 
-def _check_supported(model: type[ModelBody], raw: Mapping[str, Any]) -> None:
+def _check_fields(model: type[ModelBody], raw: Mapping[str, Any]) -> None:
+    """Nothing that a client asks for is dropped without a word."""
     others = _OTHER_ROUTE.get(model, frozenset())
     for name, value in raw.items():
-        is_off = UNSUPPORTED_FIELDS.get(name, _never if name in others else None)
-        if is_off is None or name in model.model_fields or name in IGNORED_FIELDS:
+        if name in model.model_fields or name in IGNORED_FIELDS:
             continue
+        is_off = UNSUPPORTED_FIELDS.get(name, _never if name in others else None)
+        if is_off is None:
+            raise _unknown_field(name, model)
         if not is_off(value):
             raise ClientError(
                 f"{name} is not supported by this server; remove it",
                 param=name,
                 code="unsupported_parameter",
             )
+
+
+def _unknown_field(name: str, model: type[ModelBody]) -> ClientError:
+    near = difflib.get_close_matches(name, model.model_fields, 1)
+    remedy = f"did you mean {near[0]}?" if near else "remove it"
+    shown = name if len(name) <= 80 else f"{name[:77]}..."
+    return ClientError(
+        f"{shown!r} is not a parameter of this route; {remedy}",
+        param=shown,
+        code="unknown_parameter",
+    )
 
 
 def _field_error(error: ValidationError) -> ClientError:

@@ -14,6 +14,7 @@ from ray.serve import Application
 from cluster.coordinator import CoordinatorSettings
 from cluster.ingress import EdgeSettings
 from cluster.metrics import BuildInfo
+from cluster.protocol import MAX_CHOICES
 from cluster.ray_coordinator import coordinator_deployment
 from cluster.ray_ingress import ingress_deployment
 from cluster.supervisor import RestartPolicy
@@ -52,7 +53,10 @@ def application(config: ServeConfig) -> Application:
         config.model,
         config.model_name,
         config.context_tokens,
-        EdgeSettings(comment_interval_s=config.sse_comment_interval_s),
+        EdgeSettings(
+            comment_interval_s=config.sse_comment_interval_s,
+            max_choices=min(MAX_CHOICES, config.max_sequences + config.max_queue_requests),
+        ),
         config.ingress_replicas,
         config.drain_timeout_s,
     )

@@ -68,3 +68,7 @@ class RankError(NrankError):
         self.rank = rank
         self.step = step
         self.phase = phase
+
+
+class PeerError(RankError):
+    """A rank waited for its peers in vain; `rank` is who tells it, not who is to blame."""

@@ -34,6 +34,10 @@ class Comm(Protocol):
     world_size: int
     seconds: float  # spent in all_reduce_, all_gather and barrier since the start
 
+    @property
+    def entered(self) -> int:
+        """Exchanges begun, plans included: fewer than its peers' when a rank keeps them waiting."""
+
     def all_reduce_(self, x: Tensor) -> Tensor:
         """Sum `x` over the ranks in place, the same bits on every rank.
 
@@ -66,6 +70,7 @@ class LocalComm:
     rank = 0
     world_size = 1
     seconds = 0.0
+    entered = 0
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         return x

@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
 
-from placement.errors import RankError
+from placement.errors import PeerError, RankError
 from rank_worker.comm import accumulation_dtype
 from rank_worker.comm_store import Meeting
 
@@ -60,6 +60,7 @@ class ControlGroup:
 
     def __init__(self, meeting: Meeting, timeout_s: float) -> None:
         self.rank = meeting.rank
+        self.entered = 0  # see Comm
         self._group = open_group("gloo", meeting, "control", timeout_s)
         self._frame = torch.zeros(FRAME_WORDS, dtype=torch.int32)
         self._words = self._frame.numpy()
@@ -99,6 +100,7 @@ class ControlGroup:
         del self._group
 
     def _broadcast(self, x: Tensor) -> None:
+        self.entered += 1
         try:
             self._group.broadcast([x], self._options).wait()
         except RuntimeError as error:
@@ -116,6 +118,11 @@ class GlooComm:
         self._control = ControlGroup(meeting, timeout_s)
         self._data = open_group(backend, meeting, "data", timeout_s)
         self._parts: dict[torch.dtype, Tensor] = {}
+        self._collectives = 0
+
+    @property
+    def entered(self) -> int:
+        return self._control.entered + self._collectives
 
     def all_reduce_(self, x: Tensor) -> Tensor:
         start = time.perf_counter()
@@ -144,6 +151,7 @@ class GlooComm:
 
     def barrier(self) -> None:
         start = time.perf_counter()
+        self._collectives += 1
         try:
             self._data.barrier().wait()
         except RuntimeError as error:
@@ -173,6 +181,7 @@ class GlooComm:
         return self._parts[flat.dtype][: self.world_size * flat.numel()].view(self.world_size, -1)
 
     def _gather(self, flat: Tensor, out: Tensor) -> None:
+        self._collectives += 1
         try:
             self._data.allgather([list(out)], [flat]).wait()
         except RuntimeError as error:
@@ -193,10 +202,10 @@ def open_gloo(meeting: Meeting, timeout_s: float) -> GlooComm:
     return comm
 
 
-def broken(rank: int, phase: str, error: RuntimeError) -> RankError:
+def broken(rank: int, phase: str, error: RuntimeError) -> PeerError:
     """A torch error with its stack of C++ frames cut off, as a line of ours."""
     cause = (str(error).splitlines() or [type(error).__name__])[0]
-    return RankError(
+    return PeerError(
         f"rank {rank}: a peer is gone or did not answer in phase {phase!r}: {cause}; see the "
         f"other ranks' logs",
         rank=rank,

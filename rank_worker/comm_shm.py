@@ -67,6 +67,10 @@ class ShmComm:
         self._views: dict[tuple[torch.dtype, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._totals: dict[int, Tensor] = {}
 
+    @property
+    def entered(self) -> int:
+        return self._control.entered + self._number
+
     def all_reduce_(self, x: Tensor) -> Tensor:
         start = time.perf_counter()
         flat = x.reshape(-1)

@@ -152,6 +152,7 @@ class RankSnapshot:
     slots_total: int = 0
     step_seconds: float = 0.0  # sum over steps
     collective_seconds: float = 0.0
+    entered: int = 0  # exchanges with its peers that it has begun: see rank_worker.comm
     busy_steps: int = 0
     weights_planned_bytes: int = 0
     weights_read_bytes: int = 0

@@ -372,6 +372,7 @@ class Rank:
             slots_total=slots_total,
             step_seconds=self._step_seconds,
             collective_seconds=self.comm.seconds,
+            entered=self.comm.entered,
             busy_steps=self._busy_steps,
             weights_planned_bytes=self.counter.planned_bytes,
             weights_read_bytes=self.counter.read_bytes,

@@ -22,7 +22,7 @@ def step_error(error: Exception, rank: int, plan: StepPlan, names: SlotNames) ->
     if not isinstance(error, RankError):
         text = f"rank {rank} failed in {where}: {type(error).__name__}: {error}"
         return RankError(text, rank, plan.step, phase)
-    return RankError(
+    return type(error)(
         f"{error}; in {where}",
         error.rank if error.rank >= 0 else rank,
         error.step if error.step >= 0 else plan.step,

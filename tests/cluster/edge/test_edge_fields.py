@@ -1,4 +1,4 @@
-"""Fields of the other route are refused by name; tokens before an error are not lost."""
+"""Fields that can't be honoured are refused by name; tokens before an error are not lost."""
 
 from __future__ import annotations
 
@@ -38,6 +38,36 @@ def test_a_field_that_would_change_the_answer_is_not_ignored(
     answer = client.post(url, json={"model": MODEL, **body, field: value})
     assert answer.status_code == 400
     assert answer.json()["error"]["param"] == field
+
+
+@pytest.mark.parametrize(
+    ("url", "body"),
+    [
+        CHAT,
+        TEXT,
+        ("/tokenize", {"prompt": "hi"}),
+        ("/detokenize", {"tokens": [1]}),
+    ],
+)
+@pytest.mark.parametrize(
+    ("field", "remedy"), [("no_such_field", "remove it"), ("modell", "did you mean model?")]
+)
+def test_a_field_that_nobody_knows_is_refused_by_name(
+    client: TestClient, url: str, body: dict[str, Any], field: str, remedy: str
+) -> None:
+    answer = client.post(url, json={"model": MODEL, **body, field: 1})
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert (error["param"], error["code"]) == (field, "unknown_parameter")
+    assert error["message"].endswith(remedy)
+
+
+def test_an_unknown_stream_option_is_refused_by_name(client: TestClient) -> None:
+    url, body = TEXT
+    options = {"include_usage": True, "include_obfuscation": False, "include_usge": True}
+    body = {"model": MODEL, **body, "stream": True, "stream_options": options}
+    error = client.post(url, json=body).json()["error"]
+    assert error["param"] == "stream_options.include_usge"
 
 
 def test_tokens_that_came_with_an_error_are_sent_before_it(

@@ -9,6 +9,8 @@ import pytest
 from fastapi.testclient import TestClient
 
 from cluster.client import EngineState, EngineStatus, NotServing, RankStatus
+from cluster.ingress import EdgeSettings, make_app
+from cluster.model_card import ModelCard
 from cluster.tokens import Tokenizer
 from placement.errors import ClientError, ErrorKind, RankError
 from rank_worker.messages import FinishReason, TokenBatch
@@ -216,12 +218,15 @@ HEALTH = {
 def test_health_and_readiness_of_each_state(
     client: TestClient, engine: Any, state: EngineState
 ) -> None:
-    engine.state = EngineStatus(state, ready=state is EngineState.SERVING, reason="why")
+    engine.state = EngineStatus(
+        state, ready=state is EngineState.SERVING, reason="pid 7", public_reason="why"
+    )
     health, ready = client.get("/health"), client.get("/ready")
     assert (health.status_code, ready.status_code) == HEALTH[state]
     assert health.json()["state"] == ready.json()["state"] == state
     assert ("retry-after" in ready.headers) == (ready.status_code == 503)
-    assert client.get("/status").json()["reason"] == "why"
+    assert ready.json()["reason"] == "why"
+    assert client.get("/status").json()["reason"] == "pid 7"
 
 
 def test_an_engine_that_cannot_answer_is_alive_but_not_ready(
@@ -273,12 +278,10 @@ def test_the_engines_own_refusals_and_faults(client: TestClient, engine: Any, st
     engine.script = lambda request: [ClientError("too long", ErrorKind.CONTEXT_LENGTH, "prompt")]
     error = check_envelope(client.post(TEXT_URL, json=body), 400, "context_length_exceeded")
     assert error["param"] == "prompt"
-    engine.script = lambda request: [RankError("rank 1 failed at step 5", rank=1)]
-    error = check_envelope(client.post(TEXT_URL, json=body), 500, "server_error")
-    assert error["message"] == "rank 1 failed at step 5"
-    engine.script = lambda request: [ZeroDivisionError("secret")]
-    error = check_envelope(client.post(TEXT_URL, json=body), 500, "server_error")
-    assert "secret" not in error["message"]
+    for fault in (RankError("secret: pid 7", rank=1), ZeroDivisionError("secret")):
+        engine.script = lambda request, fault=fault: [fault]
+        error = check_envelope(client.post(TEXT_URL, json=body), 500, "server_error")
+        assert "secret" not in error["message"]
     assert engine.http == [(TEXT_URL, 400), (TEXT_URL, 500), (TEXT_URL, 500)]
 
 
@@ -343,6 +346,16 @@ def test_request_ids_are_echoed_when_sane(client: TestClient, engine: Any) -> No
     engine.script = lambda request: [ZeroDivisionError()]
     failed = client.post(TEXT_URL, json=TEXT, headers={"x-request-id": "abc-3"})
     assert failed.headers["x-request-id"] == "abc-3"
+
+
+def test_behind_a_proxy_that_tells_request_ids_no_answer_has_a_second_one(
+    engine: Any, card: ModelCard, tokenizer: Tokenizer
+) -> None:
+    app = make_app(engine, card, tokenizer, EdgeSettings(tells_request_id=False))
+    client = TestClient(app, raise_server_exceptions=False)
+    engine.script = lambda request: [ZeroDivisionError()]
+    for answer in (client.post(TEXT_URL, json=TEXT), client.get("/nowhere"), client.get("/health")):
+        assert "x-request-id" not in answer.headers
 
 
 def test_probes_are_not_counted_as_requests(client: TestClient, engine: Any) -> None:

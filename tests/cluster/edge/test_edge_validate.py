@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -94,7 +95,7 @@ def test_completion_only_features_are_refused_by_name(
     assert (error.param, error.code) == (field, "unsupported_parameter")
 
 
-def test_off_values_nulls_unknown_and_ignored_fields_change_nothing(
+def test_off_values_nulls_and_ignored_fields_change_nothing(
     card: ModelCard, tokenizer: Tokenizer
 ) -> None:
     off = {
@@ -109,7 +110,7 @@ def test_off_values_nulls_unknown_and_ignored_fields_change_nothing(
         "echo": False,
         "repetition_penalty": 1.0,
     }
-    extra = {**dict.fromkeys(IGNORED_FIELDS, "x"), "no_such_field": [1]}
+    extra = dict.fromkeys(IGNORED_FIELDS, "x")
     supported = set(ChatBody.model_fields) - {"model", "messages"}
     nulls = dict.fromkeys(supported | set(UNSUPPORTED_FIELDS) - set(off))
     plain = valid_chat({**CHAT, "seed": 1}, card, tokenizer)
@@ -130,6 +131,12 @@ def test_every_choice_has_the_priority_of_its_request(
     valid = validate({**body, **given, "n": 2}, card, tokenizer)
     made = [valid.engine_request("r", choice, 1.0) for choice in range(valid.num_choices)]
     assert {one.priority for one in made} == {expected}
+
+
+def test_fields_without_effect_are_documented() -> None:
+    readme = (Path(__file__).parents[3] / "README.md").read_text()
+    section = readme.partition("Without effect are only")[2].partition(". ")[0]
+    assert set(re.findall(r"`(\w+)`", section)) == IGNORED_FIELDS
 
 
 def test_every_known_field_has_one_fate() -> None:

@@ -76,6 +76,7 @@ class Script:
     loaded: dict[int, int] = field(
         default_factory=dict
     )  # rank -> bytes read of 2000, while loading
+    entered: dict[int, int] = field(default_factory=dict)  # rank -> exchanges begun
     reached: list[tuple[int, str, int]] = field(default_factory=list)
     gangs: list[FakeGang] = field(default_factory=list)
 
@@ -255,6 +256,7 @@ class FakeRank:
             weights_planned_bytes=2000,
             weights_read_bytes=2000,
             load_seconds=4.0,
+            entered=gang.script.entered.get(self.index, 0),
             warm_step_seconds=0.005 + self.index / 1000,
             memory_bytes={"dense": 3000, "kv_pages": 1001},
         )

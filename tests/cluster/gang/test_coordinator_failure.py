@@ -9,7 +9,7 @@ import pytest
 from cluster import gang
 from cluster.client import EngineState, NotServing
 from cluster.gang import RankDied
-from placement.errors import ErrorKind, RankError
+from placement.errors import ErrorKind, PeerError, RankError
 
 PLACES = [(phase, rank) for phase in ("place", "assign", "open", "load", "run") for rank in (0, 1)]
 PLACES.append(("listen", 0))  # the only rank with a part in this phase
@@ -76,14 +76,17 @@ def test_a_rank_death_ends_running_streams_with_an_error_and_queued_ones_with_50
             table.script.gang.go.clear()
             queued = asyncio.ensure_future(table.collect(table.request("queued")))
             await table.until(lambda: len(table.script.gang.waiting) == 1)
-            table.script.gang.ranks[rank].die("killed by signal 9")
+            table.script.gang.ranks[rank].die("killed by signal 9 (pid 4711)")
+            told = f"rank {rank} failed (phase run); retry later"
             for stream in running:
                 last = [batch async for batch in stream][-1]
                 assert last.error_kind == ErrorKind.RANK_FAILURE
-                assert f"rank {rank} died: killed by signal 9" in last.error_message
+                assert last.error_message == told
             with pytest.raises(NotServing) as caught:
                 await queued
             assert caught.value.kind is ErrorKind.RANK_FAILURE
+            assert str(caught.value) == told
+            assert "pid 4711" in (await table.coordinator.status()).last_failure.message
             assert table.coordinator.admitted == 0
             await table.until(lambda: len(table.script.gangs) == 2)
             await table.serving()
@@ -115,7 +118,8 @@ def test_a_failed_rank_is_a_dead_gang(desk, drive):
             table.script.gang.go.clear()
             table.script.gang.ranks[1].fail(RankError("decisions differ", rank=1, step=64))
             last = [batch async for batch in stream][-1]
-            assert "decisions differ" in last.error_message
+            assert last.error_kind == ErrorKind.RANK_FAILURE
+            assert "decisions differ" in (await table.coordinator.status()).last_failure.message
             await table.until(lambda: len(table.script.gangs) == 2)
             assert table.script.gangs[0].killed.is_set()
 
@@ -130,8 +134,10 @@ def test_a_step_that_never_ends_with_work_queued_is_a_dead_gang(desk, drive):
             await anext(stream)
             table.script.gang.go.clear()
             last = [batch async for batch in stream][-1]
-            assert "has not ended" in last.error_message
-            assert "step_timeout_s=0.2" in last.error_message
+            assert last.error_kind == ErrorKind.RANK_FAILURE
+            message = (await table.coordinator.status()).last_failure.message
+            assert "has not ended" in message
+            assert "step_timeout_s=0.2" in message
             await table.until(lambda: len(table.script.gangs) == 2)
 
     drive(body())
@@ -163,13 +169,76 @@ def test_requests_during_a_restart_are_refused_with_a_time_to_retry(desk, drive)
     async def body():
         async with desk(backoff_s=30.0) as table:
             await table.serving()
-            table.script.gang.ranks[0].die()
+            table.script.gang.ranks[0].die("pid 4711")
             await table.until(lambda: table.coordinator.state is EngineState.RESTARTING)
             with pytest.raises(NotServing) as caught:
                 await table.collect(table.request())
             assert caught.value.kind is ErrorKind.NOT_READY
             assert caught.value.retry_after_s
+            assert str(caught.value) == "the engine is restarting: rank 0 failed (phase run)"
             await table.until(lambda: table.coordinator._supervisor.phase == "restarting")
+            status = await table.coordinator.status()
+            assert (status.epoch, status.restarts) == (1, 1), "the one under way counts"
+            assert "pid 4711" in status.reason
+            assert status.public_reason == "rank 0 failed (phase run)"
+
+    drive(body())
+
+
+def test_who_waited_for_a_peer_is_not_blamed(desk, drive):
+    async def body():
+        async with desk(limit=0, ranks=3) as table:
+            await table.serving()
+            ranks = table.script.gang.ranks
+            for rank in (0, 1):
+                ranks[rank].fail(PeerError(f"rank {rank}: no answer", rank=rank, phase="plan"))
+            await asyncio.sleep(0)
+            ranks[2].fail(RankError("out of memory", rank=2, phase="step"))
+            await table.until(lambda: table.coordinator.state is EngineState.FAILED)
+            assert (await table.coordinator.status()).last_failure.rank == 2
+
+    drive(body())
+
+
+@pytest.mark.parametrize("stuck", [0, 1, 2])
+def test_the_rank_that_keeps_its_peers_waiting_is_blamed(desk, drive, stuck):
+    async def body():
+        async with desk(limit=0, ranks=3) as table:
+            await table.serving()
+            gang = table.script.gang
+            table.script.entered = {rank: 7 - (rank == stuck) for rank in range(3)}
+            session = table.coordinator._session
+            await table.until(lambda: [s.entered for s in session.snapshots].count(7) == 2)
+            teller = 1 if stuck == 0 else 0
+            gang.ranks[teller].fail(PeerError("no answer in phase plan", rank=teller, phase="plan"))
+            await table.until(lambda: table.coordinator.state is EngineState.FAILED)
+            failure = (await table.coordinator.status()).last_failure
+            assert (failure.rank, failure.phase) == (stuck, "plan")
+            assert failure.message.startswith(f"rank {stuck} keeps its peers waiting: no answer")
+
+    drive(body())
+
+
+def test_a_fault_of_ours_ends_the_streams_and_is_told_to_serve(desk, drive):
+    """Serve then replaces the process: nothing here can be trusted to go on."""
+
+    async def body():
+        table = desk()
+        table.coordinator.start()
+        await table.serving()
+        stream = table.coordinator.generate(table.request(max_tokens=900))
+        await anext(stream)
+        table.coordinator._metrics.update_snapshots = lambda _: {}["a bug"]
+        last = [batch async for batch in stream][-1]
+        assert last.error_message == "the coordinator failed and is replaced; retry later"
+        async with asyncio.timeout(20):
+            await table.script.gang.killed.wait()
+            await asyncio.wait({table.coordinator._supervisor._task})
+        with pytest.raises(KeyError, match="a bug"):
+            table.coordinator.check_alive()
+        with pytest.raises(NotServing, match="the coordinator failed and is replaced"):
+            await table.collect(table.request())
+        assert "KeyError" in (await table.coordinator.status()).reason
 
     drive(body())
 

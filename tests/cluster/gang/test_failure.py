@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.failure import LINE_CHARACTERS, TAIL_LINES, Failure, log_tail
+from cluster.failure import LINE_CHARACTERS, TAIL_LINES, Failure, last_words, log_tail
 from placement.errors import CheckpointError, RankError
 from rank_worker.messages import RankIdentity
 
@@ -48,6 +48,21 @@ def test_a_process_knows_the_file_that_its_errors_go_to(tmp_path: Path) -> None:
     assert told.stdout.strip() == str(log)
     piped = subprocess.run([sys.executable, "-c", code], capture_output=True, check=True, text=True)
     assert piped.stdout.strip() == ""
+
+
+def test_last_words_tell_what_was_raised_and_where() -> None:
+    def work() -> None:
+        try:
+            raise ValueError("on\npurpose")
+        except ValueError as error:
+            raise RankError("rank 1 failed in step 7") from error
+
+    with pytest.raises(RankError) as caught:
+        work()
+    line = last_words(caught.value)
+    assert line.startswith("ValueError: on purpose (test_failure.py:")
+    assert line.endswith("; rank 1 failed in step 7")
+    assert last_words(KeyError("x")) == "KeyError: 'x'"
 
 
 def test_status_keeps_the_last_failure_after_the_gang_is_back(desk, drive):

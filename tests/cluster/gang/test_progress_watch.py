@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
 from cluster.gang import SETTLE_S, ProgressWatch
@@ -56,3 +58,19 @@ def test_a_silent_rank_is_named_at_once(watch: ProgressWatch) -> None:
     silent = watch.verdict(15.2, False)
     assert silent is not None
     assert silent.rank == 1
+
+
+def test_of_two_silent_ranks_the_one_heard_last_long_ago_is_named(watch: ProgressWatch) -> None:
+    watch.heard(snapshot(0, 3), 12.0)
+    silent = watch.verdict(18.0, False)
+    assert silent is not None
+    assert silent.rank == 1
+
+
+def test_a_rank_that_is_behind_in_its_step_is_named(watch: ProgressWatch) -> None:
+    """Both have step 3 before them; rank 0 waits in an exchange that rank 1 has not begun."""
+    for rank, entered in enumerate((12, 11)):
+        watch.heard(replace(snapshot(rank, 3), entered=entered), 20.0)
+    stuck = watch.verdict(20.0, True)
+    assert stuck is not None
+    assert stuck.rank == 1
