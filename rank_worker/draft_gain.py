@@ -14,9 +14,9 @@ GUESS_PER_DRAFT = 0.4  # cost of a draft in plain steps, until it has been measu
 PAIRS, STEPS = 5, 5  # medians of so many take no notice of a disturbed step
 # Draft rounds until the next plain step that is made to be measured: few while little is known.
 INTERVALS = (4, 16, 64, 256)
-ALLOWANCE = 5.0  # plain steps that a sequence may fall behind its best before it stops drafting
+ALLOWANCE = 1.25  # plain steps a draft that a sequence may fall behind its best before it stops
 STAKE = 0.2  # and this part of what it had gained
-LEVEL = 10.0  # what all sequences together may, before a new one has to gain from the start
+LEVEL = 2.5  # a draft: what all sequences together may, before a new one has to gain at once
 LEAST = 0.5  # left to every sequence, or nobody would notice that drafts pay again
 
 
@@ -42,9 +42,12 @@ class DraftCost:
 
     num_drafts: int
     entering: float = 1.0
-    trust: DraftTrust = field(default_factory=lambda: DraftTrust())
+    trust: DraftTrust = field(init=False)
     _pairs: dict[int, deque[_Pair]] = field(default_factory=dict)
     _rounds_since: dict[int, int] = field(default_factory=dict)  # the last plain step
+
+    def __post_init__(self) -> None:
+        self.trust = DraftTrust(self.num_drafts)
 
     def gain(self) -> DraftGain:
         """For a new sequence."""
@@ -96,12 +99,23 @@ class DraftCost:
 
 @dataclass
 class DraftTrust:
-    """What the rounds of all sequences have left of LEVEL plain steps. Gains fill it up again."""
+    """What the rounds of all sequences have left of the most that they may lose, in plain steps.
 
-    level: float = LEVEL
+    Gains fill it up again.
+    """
+
+    num_drafts: int = 0
+    level: float = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.level = self.most
+
+    @property
+    def most(self) -> float:
+        return LEVEL * self.num_drafts
 
     def note(self, gain: float) -> None:
-        self.level = min(LEVEL, max(0.0, self.level + gain))
+        self.level = min(self.most, max(0.0, self.level + gain))
 
 
 @dataclass
@@ -126,5 +140,6 @@ class DraftGain:
         A sequence falls back by chance, too, so it may to some extent; the less, the more all
         others have lost.
         """
-        allowed = min(ALLOWANCE, max(LEAST, self.trust.level)) + STAKE * self.best
+        allowed = min(ALLOWANCE * self.trust.num_drafts, max(LEAST, self.trust.level))
+        allowed += STAKE * self.best
         return self.best - self.steps > allowed

@@ -1,4 +1,4 @@
-"""Projections, norms, streams, experts and tables on the C++ kernels, for the few rows of a decode step in fp32.
+"""Projections, norms, streams, experts and tables on the C++ kernels, for a decode step in fp32.
 
 Anything else (many rows, other layouts) goes on to the torch variant or the reference of the same
 operator. Meaning: `ops/reference`.

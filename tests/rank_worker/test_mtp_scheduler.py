@@ -174,10 +174,10 @@ def test_a_step_without_drafts_is_made_to_be_measured() -> None:
 def test_a_sequence_that_drafts_slow_down_stops_for_good() -> None:
     scheduler = started(AUTO, request(tokens=100))
     (sequence,) = scheduler.running
-    for seconds in (1.0, 5.0, 3.0, 3.0, 3.0):
+    for seconds in (1.0, 5.0, 3.0, 3.0):
         assert sequence.is_drafting
         step(scheduler, 0, seconds)
-    assert sequence.gain.best - sequence.gain.steps > ALLOWANCE
+    assert sequence.gain.best - sequence.gain.steps > 2 * ALLOWANCE
     assert not sequence.is_drafting
     for _ in range(3):
         plan, _ = step(scheduler)
