@@ -8,9 +8,12 @@ from __future__ import annotations
 import fcntl
 import os
 import stat
+import time
 from pathlib import Path
 
 from placement.errors import ConfigError
+
+TEMPORARY = Path("/tmp")  # not TMPDIR, which differs from job to job
 
 
 def run_directory() -> Path:
@@ -19,7 +22,7 @@ def run_directory() -> Path:
     XDG_RUNTIME_DIR is no such place: a job or a service has none, and it goes when the user logs
     out. ConfigError when somebody else made the directory or can write to it.
     """
-    path = Path("/tmp") / f"nrank-{os.getuid()}"
+    path = TEMPORARY / f"nrank-{os.getuid()}"
     path.mkdir(mode=0o700, exist_ok=True)
     found = path.lstat()
     private = stat.S_ISDIR(found.st_mode) and not found.st_mode & 0o077
@@ -37,8 +40,9 @@ class NodeLock:
     A file that was replaced under its holder is no longer held: whoever broke it has the new one.
     """
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, stopped_s: float) -> None:
         self._path = path
+        self._stopped_s = stopped_s  # a lock that was taken later has a holder that starts
         self._descriptor: int | None = None
 
     def try_hold(self) -> bool:
@@ -49,6 +53,7 @@ class NodeLock:
             self.release()
         descriptor = os.open(self._path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
         if lock_now(descriptor) and self._is_current(descriptor):
+            os.utime(descriptor)
             self._descriptor = descriptor
             return True
         os.close(descriptor)
@@ -60,7 +65,9 @@ class NodeLock:
         try:
             if not lock_now(guard):
                 return False
-            self._path.unlink(missing_ok=True)
+            if time.time() - self._path.stat().st_mtime < self._stopped_s:
+                return False
+            self._path.unlink()
             return self.try_hold()
         finally:
             os.close(guard)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import shutil
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -85,3 +86,20 @@ def compiler() -> str:
     if found is None:
         pytest.skip("needs a C compiler")
     return found
+
+
+def is_gone(pid: int) -> bool:
+    """Nobody but init waits for a grandchild: dead and not waited for is gone too."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    except (FileNotFoundError, ProcessLookupError):
+        return True
+
+
+def wait_for(condition: Callable[[], bool], file: Path | None = None) -> str:
+    """Until it holds, at most 30 s; the text of `file`."""
+    deadline = time.monotonic() + 30
+    while not condition() or (file is not None and not file.read_text().strip()):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    return file.read_text() if file else ""

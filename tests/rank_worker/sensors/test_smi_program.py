@@ -6,7 +6,6 @@ import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,7 +14,7 @@ import pytest
 from rank_worker.device_sensors import smi_program
 from rank_worker.device_sensors.smi_program import SmiProgram, find_program
 from rank_worker.device_sensors.source import SensorError
-from tests.rank_worker.sensors.conftest import FakeSmi
+from tests.rank_worker.sensors.conftest import FakeSmi, is_gone, wait_for
 
 ROOT = Path(__file__).parents[3]
 
@@ -44,14 +43,6 @@ def test_nothing_is_left_of_a_call_that_hangs(smi: FakeSmi) -> None:
         smi.program(0.3).run("info")
     left = [int((smi.folder / name).read_text()) for name in ("self", "child")]
     wait_for(lambda: all(is_gone(pid) for pid in left))
-
-
-def is_gone(pid: int) -> bool:
-    """Nobody but init waits for a grandchild: dead and not waited for is gone too."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
-    except (FileNotFoundError, ProcessLookupError):
-        return True
 
 
 def test_an_answer_without_end_is_cut_off(smi: FakeSmi) -> None:
@@ -126,15 +117,6 @@ def test_a_call_whose_caller_died_is_ended(smi: FakeSmi, monkeypatch: pytest.Mon
         program.run("info")
     wait_for(lambda: is_gone(orphan))
     assert SmiProgram(smi.path, smi.folder, 20.0).run("info") == "fine\n"
-
-
-def wait_for(condition: Callable[[], bool], file: Path | None = None) -> str:
-    """Until it holds, at most 30 s; the text of `file`."""
-    deadline = time.monotonic() + 30
-    while not condition() or (file is not None and not file.read_text().strip()):
-        assert time.monotonic() < deadline
-        time.sleep(0.01)
-    return file.read_text() if file else ""
 
 
 def test_it_is_found_on_path_first(smi: FakeSmi, monkeypatch: pytest.MonkeyPatch) -> None:
