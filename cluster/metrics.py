@@ -93,7 +93,7 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "nrank_inter_token_latency_seconds",
         _H,
-        "Time a token after the first; a batch of k tokens counts k times its k-th part",
+        "Time a token after the first on rank 0; k tokens of a step count k times its k-th part",
         _MODEL,
         "seconds",
         INTER_TOKEN_BUCKETS_S,
@@ -232,10 +232,10 @@ class BuildInfo:
 
 @dataclass
 class _Clock:
-    """Times of one running request: when it came, when its last batch came."""
+    """Times of one running request: when it came, when its last tokens were made."""
 
     arrival_s: float
-    last_s: float
+    made_s: float = 0.0  # by the clock of rank 0: batches of several steps come together
     started: bool = False
 
 
@@ -284,7 +284,7 @@ class EngineMetrics:
     def observe_started(self, request: EngineRequest) -> None:
         """An admitted request; its arrival is the ingress' clock, the start of all its times."""
         arrival_s = request.arrival_s or self._clock()
-        self._running[request.request_id] = _Clock(arrival_s, arrival_s)
+        self._running[request.request_id] = _Clock(arrival_s)
         self._count("nrank_prompt_tokens_total", len(request.prompt_ids))
 
     def observe_batch(self, batch: TokenBatch) -> None:
@@ -330,9 +330,10 @@ class EngineMetrics:
             request.started = True
             self._observe("nrank_time_to_first_token_seconds", now_s - request.arrival_s)
         else:
+            token_s = (batch.time_s - request.made_s) / new
             for _ in range(new):
-                self._observe("nrank_inter_token_latency_seconds", (now_s - request.last_s) / new)
-        request.last_s = now_s
+                self._observe("nrank_inter_token_latency_seconds", token_s)
+        request.made_s = batch.time_s
 
     def _finish(self, request_id: str, reason: FinishReason) -> None:
         request = self._running.pop(request_id)

@@ -37,7 +37,6 @@ logger = logging.getLogger("nrank.coordinator")
 T = TypeVar("T")
 
 DELETED_S = 2.0  # between two looks at whether Serve ends the application
-PACE_S = 0.02  # between two batches of a stream: each costs milliseconds of three processes
 HEALTH_S = 10.0  # three health checks in a row of this length: a coordinator that stands still
 ASK_S = 10.0  # a coordinator that does not answer a question for this long is not there
 TRANSPORT = (RayError, RayServeException)
@@ -113,18 +112,12 @@ class CoordinatorReplica:
     async def generate(
         self, request: EngineRequest, caller: str
     ) -> AsyncGenerator[TokenBatch | Refusal, None]:
-        """Ends early when `caller` does not renew its lease.
-
-        The first batch goes at once. Later ones carry all that was made within PACE_S, but for
-        rounds of drafts that have to stay apart.
-        """
+        """Ends early when `caller` does not renew its lease."""
         batches = self._coordinator.generate(request)
         with self._leases.hold(caller):
             try:
                 async for batch in batches:
                     yield batch
-                    if not request.rounds_apart:
-                        await asyncio.sleep(PACE_S)
             except (ClientError, NotServing) as error:
                 yield Refusal.of(error)
             finally:
@@ -274,6 +267,7 @@ def coordinator_deployment(
     settings: CoordinatorSettings,
     resource: str,
     factory: RankFactory = make_rank,
+    replica: type[CoordinatorReplica] = CoordinatorReplica,
 ) -> Any:
     """The bound deployment. Serve's own bounds stand far above ours: it queues nothing."""
     options: dict[str, Any] = {
@@ -286,4 +280,4 @@ def coordinator_deployment(
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": settings.drain_timeout_s + config.step_timeout_s + 30.0,
     }
-    return serve.deployment(**options)(CoordinatorReplica).bind(config, settings, resource, factory)
+    return serve.deployment(**options)(replica).bind(config, settings, resource, factory)

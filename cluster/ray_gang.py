@@ -22,6 +22,7 @@ from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from cluster.failure import last_words, own_log_path
 from cluster.gang import RankDied, RankHandle, run_phase
+from cluster.output_window import OutputWindow
 from cluster.rank_factory import RankEngine, RankFactory, make_rank
 from placement.config import EngineConfig
 from placement.errors import ConfigError, NrankError, RankError
@@ -38,7 +39,6 @@ logger = logging.getLogger("nrank.placement")
 
 T = TypeVar("T")
 
-POLL_PACE_S = 0.01
 GONE_S = 30.0  # a killed rank in a device wait takes this long at most to be gone
 
 
@@ -51,6 +51,7 @@ class RankWorker:
         self._bundle = bundle
         self._engine: RankEngine | None = None
         self._name = f"rank on bundle {bundle}"
+        self._window = OutputWindow()
 
     @property
     def engine(self) -> RankEngine:
@@ -109,15 +110,17 @@ class RankWorker:
 
     @ray.method(concurrency_group="control")
     def submit(self, requests: Sequence[EngineRequest]) -> None:
+        self._window.announce(requests)
         self.engine.submit(requests)
 
     @ray.method(concurrency_group="control")
     def abort(self, request_ids: Sequence[str]) -> None:
+        self._window.forget(request_ids)
         self.engine.abort(request_ids)
 
     @ray.method(concurrency_group="out")
     def poll_outputs(self, timeout_s: float) -> tuple[TokenBatch, ...]:
-        return self.engine.poll_outputs(timeout_s)
+        return self._window.collect(self.engine.poll_outputs, timeout_s)
 
     @ray.method(concurrency_group="control")
     def snapshot(self) -> RankSnapshot:
@@ -140,7 +143,6 @@ class RayRank:
         self.name = name
         self._rank = -1
         self._factory = factory
-        self._next_poll_s = 0.0
         self.identity = RankIdentity(0, "", -1, "")
 
     async def _ask(self, reference: Awaitable[T]) -> T:
@@ -186,12 +188,6 @@ class RayRank:
         await self._ask(self.actor.abort.remote(request_ids))
 
     async def poll_outputs(self, timeout_s: float) -> tuple[TokenBatch, ...]:
-        """At most one call in POLL_PACE_S: each costs both processes more than a fast step does.
-
-        A call that finds nothing waits in the rank and answers at once when there is something.
-        """
-        await asyncio.sleep(max(0.0, self._next_poll_s - time.monotonic()))
-        self._next_poll_s = time.monotonic() + POLL_PACE_S
         return await self._ask(self.actor.poll_outputs.remote(timeout_s))
 
     async def snapshot(self) -> RankSnapshot:

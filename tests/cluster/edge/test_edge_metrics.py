@@ -119,15 +119,15 @@ def test_a_request_fills_the_latency_histograms(
     metrics: EngineMetrics, clock: Clock, read: Read
 ) -> None:
     metrics.observe_started(request())
-    metrics.observe_batch(TokenBatch("r", (5,), prompt_tokens=4, cached_tokens=3))
-    clock.now_s = 100.5
-    metrics.observe_batch(TokenBatch("r", (6, 7)))
-    clock.now_s = 101.0
-    metrics.observe_batch(TokenBatch("r", (8,), FinishReason.LENGTH))
+    metrics.observe_batch(TokenBatch("r", (5,), time_s=99.5, prompt_tokens=4, cached_tokens=3))
+    clock.now_s = 101.0  # two steps come in one message
+    metrics.observe_batch(TokenBatch("r", (6, 7), time_s=100.0))
+    metrics.observe_batch(TokenBatch("r", (8,), FinishReason.LENGTH, time_s=100.5))
     assert read("nrank_time_to_first_token_seconds_sum") == 2.0
     assert read("nrank_time_to_first_token_seconds_bucket", le="2.0") == 1
     assert read("nrank_inter_token_latency_seconds_count") == 3
     assert read("nrank_inter_token_latency_seconds_sum") == 1.0
+    assert read("nrank_inter_token_latency_seconds_bucket", le="0.25") == 2
     assert read("nrank_e2e_request_latency_seconds_sum") == 3.0
     assert read("nrank_prompt_tokens_total", model_name=MODEL) == 4
     assert read("nrank_generation_tokens_total") == 4
