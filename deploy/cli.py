@@ -17,15 +17,20 @@ from typing import NoReturn
 
 from deploy import (
     bench_command,
+    doctor_command,
     generate_command,
     inspect_command,
     plan_command,
+    report_command,
     serve_command,
 )
 from placement.errors import CheckpointError, ClientError, ConfigError, NrankError, PlanError
 
 DONE, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
-COMMANDS = (serve_command, generate_command, plan_command, inspect_command, bench_command)
+COMMANDS = (
+    serve_command, generate_command, plan_command, inspect_command, doctor_command,
+    report_command, bench_command,
+)  # fmt: skip
 TOP_LEVEL_NAMES = ("placement", "ops", "rank_worker", "cluster")
 
 

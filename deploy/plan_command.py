@@ -152,7 +152,8 @@ def _request(arguments: argparse.Namespace, spec: ModelSpec) -> OwnershipRequest
 
 
 def _counts(source: str, spec: ModelSpec) -> tuple[tuple[float, ...], ...]:
-    from deploy.server_counts import fetch_counts, is_url
+    from deploy.server_counts import fetch_counts
+    from deploy.server_json import is_url
     from placement.ownership_files import checked_counts, read_counts
 
     if not is_url(source):

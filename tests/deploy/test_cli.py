@@ -52,7 +52,7 @@ def run_without(blocked: list[str], *arguments: str) -> subprocess.CompletedProc
     )
 
 
-@pytest.mark.parametrize("command", ["serve", "generate", "plan", "inspect"])
+@pytest.mark.parametrize("command", ["serve", "generate", "plan", "inspect", "doctor", "report"])
 def test_every_command_helps_with_an_example(nrank: Run, command: str) -> None:
     code, out, _ = nrank(command, "--help")
     assert code == 0

@@ -1,0 +1,57 @@
+"""The archive of a report: all of it went through the redactor, and it is whole or absent."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+import tarfile
+import tempfile
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from deploy.redaction import Redactor
+from placement.errors import ConfigError
+
+FOLDER = "nrank-report"
+
+
+def write_archive(path: Path, files: Mapping[str, Any], redactor: Redactor) -> None:
+    """Writes a .tar.gz that only its owner may read. ConfigError where it can't be written.
+
+    Strings go in as text, anything else as JSON. An old file is replaced once the new one is whole.
+    """
+    now_s = int(time.time())
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
+        with os.fdopen(handle, "wb") as raw:
+            with tarfile.open(fileobj=raw, mode="w:gz") as archive:
+                for name, content in files.items():
+                    _add(archive, redactor.text(name), _bytes(content, redactor), now_s)
+            raw.flush()
+            os.fsync(raw.fileno())
+        os.replace(temporary, path)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(
+            f"the report can't be written to {path}: {reason}; choose another place with --out"
+        ) from error
+    finally:
+        with contextlib.suppress(OSError):  # replaced, or never made
+            os.unlink(temporary)
+
+
+def _bytes(content: Any, redactor: Redactor) -> bytes:
+    if isinstance(content, str):
+        return redactor.text(content).encode()
+    return (json.dumps(redactor.json(content), indent=1) + "\n").encode()
+
+
+def _add(archive: tarfile.TarFile, name: str, data: bytes, now_s: int) -> None:
+    info = tarfile.TarInfo(f"{FOLDER}/{name}")
+    info.size, info.mtime, info.mode = len(data), now_s, 0o600
+    archive.addfile(info, io.BytesIO(data))
