@@ -32,6 +32,9 @@ JOIN_S = 30.0  # a Ray that runs already answers in seconds; Ray itself would as
 TICK_S = 0.2
 AGENT_PORT = ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
+# For the Serve of a Ray started here: a replica that misses three health checks is killed. Serve's
+# default is to ask it to drain first, which takes minutes and comes to nothing.
+SERVE_VARIABLES = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
 
 
 def check_port(host: str, port: int) -> int:
@@ -142,6 +145,8 @@ class RayConnection:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no report leaves unasked
         if not self._address:
             os.environ["PATH"] = search_path()
+            for name, value in SERVE_VARIABLES.items():
+                os.environ.setdefault(name, value)
         for name in ("ray._private.worker", "ray.serve"):  # what matters, the coordinator tells
             logging.getLogger(name).setLevel(logging.ERROR)
         if self._address:

@@ -44,6 +44,9 @@ def ray_token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 def cluster(ray_token: Path) -> Iterator[None]:
     import ray
 
+    from deploy.local_ray import SERVE_VARIABLES
+
+    os.environ.update(SERVE_VARIABLES)
     logging.getLogger("ray._private.accelerators.npu").setLevel(logging.CRITICAL)
     ray.init(
         address="local",

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from tests.serve.faulty_rank import FaultyFactory, Order
+from tests.serve.faulty_rank import FaultyFactory, Order, go_ahead, handed_on
 
 RANKS = 2
 STEP_TIMEOUT_S = 5.0
@@ -26,16 +26,21 @@ OVERRIDES = {
 
 
 def faulty_application(orders: Path, **overrides: Any) -> Any:
-    """As `deploy.serve.application`, with ranks that obey orders."""
+    """As `deploy.serve.application`, with ranks and a coordinator that obey orders."""
     from cluster.ingress import EdgeSettings
     from cluster.ray_coordinator import coordinator_deployment
     from cluster.ray_ingress import ingress_deployment
     from deploy.config import load_config
     from deploy.serve import resource_of, settings_of
+    from tests.serve.faulty_coordinator import FaultyCoordinator
 
     config = load_config(overrides={**OVERRIDES, **overrides})
     coordinator = coordinator_deployment(
-        config.engine(), settings_of(config), resource_of(config), FaultyFactory(str(orders))
+        config.engine(),
+        settings_of(config),
+        resource_of(config),
+        FaultyFactory(str(orders)),
+        FaultyCoordinator,
     )
     return ingress_deployment(
         coordinator,
@@ -67,7 +72,8 @@ class FaultServer:
 
     def settle(self) -> dict[str, Any]:
         """Ready, without requests, pages and slots, and with no order open."""
-        self.orders.unlink(missing_ok=True)
+        for path in (self.orders, handed_on(self.orders), go_ahead(self.orders)):
+            path.unlink(missing_ok=True)
         self.server.wait_ready()
         self.server.until("idleness", lambda: self.in_use() == (0, 0, 0, 0))
         self.server.until("one coordinator", self._is_single)
@@ -84,8 +90,12 @@ class FaultServer:
         keys = ("running", "waiting", "slots_used", "pages_used")
         return tuple(snapshots[0][key] for key in keys)
 
-    def order(self, act: str, phase: str, rank: int, pid: int = 0) -> None:
-        Order(act, phase, rank, pid).give(self.orders)
+    def order(self, order: Order) -> None:
+        order.give(self.orders)
+
+    def go_ahead(self) -> None:
+        """For a rank that is on hold."""
+        go_ahead(self.orders).touch()
 
     def wait_obeyed(self) -> None:
         self.server.until("obedience", lambda: not self.orders.exists())

@@ -1,7 +1,8 @@
 """A real rank that carries out one order at a chosen moment: die, stop, raise, stand still, lie.
 
 The order lies in a file that the test writes and the rank takes away when it obeys. So a fault
-comes in the middle of a load, of a prefill or of a decode step of any process, once.
+comes in the middle of a load, of a prefill or of a decode step of any process, once. What the
+coordinator is to do rank 0 hands on, and waits until it is taken.
 """
 
 from __future__ import annotations
@@ -10,6 +11,8 @@ import json
 import os
 import signal
 import threading
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -30,19 +33,33 @@ SLOW_STEPS = 3
 STUCK_S = 600.0  # of a step that does not end: far past every deadline
 
 
+def handed_on(path: str | Path) -> Path:
+    """Where the coordinator finds what it is to do."""
+    return Path(path).with_suffix(".coordinator")
+
+
+def go_ahead(path: str | Path) -> Path:
+    """What a rank waits for that is on hold."""
+    return Path(path).with_suffix(".go")
+
+
 @dataclass(frozen=True)
 class Order:
-    """What rank `rank` does when it is next in `phase`: kill, stop, raise, nan, slow, stuck."""
+    """What rank `rank` does when it is next in `phase`."""
 
-    act: str
+    act: str  # kill, stop, raise, nan, slow, stuck, hold
     phase: str  # open, load, prefill, decode, idle
     rank: int
     pid: int = 0  # of whom to kill or stop; 0: the rank itself
+    is_coordinators: bool = False  # to do by the coordinator, at that moment of the rank
+
+    @property
+    def is_handed_on(self) -> bool:
+        """Signals a rank can send itself."""
+        return self.is_coordinators and self.act not in SIGNALS
 
     def give(self, path: Path) -> None:
-        written = path.with_suffix(".new")
-        written.write_text(json.dumps(asdict(self)))
-        written.rename(path)
+        _write(path, json.dumps(asdict(self)))
 
 
 @dataclass(frozen=True)
@@ -107,6 +124,12 @@ class FaultyRank(Rank):
             return
         if order.act in SIGNALS:
             os.kill(order.pid or os.getpid(), SIGNALS[order.act])
+        elif order.is_handed_on:
+            _write(handed_on(self._orders), order.act)
+            _wait(lambda: not handed_on(self._orders).exists())
+            self._orders.unlink()
+        elif order.act == "hold":
+            _wait(go_ahead(self._orders).exists)
         elif order.act == "raise":
             raise ValueError("on purpose")
         elif order.act == "stuck":
@@ -122,10 +145,24 @@ class FaultyRank(Rank):
             order = Order(**json.loads(self._orders.read_text()))
             if (order.phase, order.rank) != (phase, self.rank):
                 return None
-            self._orders.rename(self._orders.with_suffix(".taken"))
+            if not order.is_handed_on:
+                self._orders.rename(self._orders.with_suffix(".taken"))
         except FileNotFoundError:
             return None
         return order
+
+
+def _write(path: Path, text: str) -> None:
+    """Whole or not at all: the other side looks at any moment."""
+    written = path.with_suffix(".new")
+    written.write_text(text)
+    written.rename(path)
+
+
+def _wait(condition: Callable[[], bool]) -> None:
+    deadline_s = time.monotonic() + STUCK_S
+    while not condition() and time.monotonic() < deadline_s:
+        threading.Event().wait(0.01)
 
 
 def _replace(target: Any, **methods: Any) -> None:

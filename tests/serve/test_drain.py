@@ -13,6 +13,7 @@ import httpx
 import pytest
 
 from tests.serve.fault_server import FaultServer, replica_pid
+from tests.serve.faulty_rank import Order
 from tests.serve.front import session_processes
 
 pytestmark = [pytest.mark.ray, pytest.mark.slow]
@@ -129,7 +130,7 @@ def test_a_fault_of_one_gang_does_not_touch_the_other(
     fault_server.settle()
     text = healthy.complete("The river", 200)
     stream = healthy.stream("The river", 200).wait_events(2)
-    fault_server.order("kill", "idle", 1)
+    fault_server.order(Order("kill", "idle", 1))
     fault_server.wait_obeyed()
     assert stream.join().ended_well
     assert stream.text == text
@@ -145,7 +146,7 @@ def test_restarts_past_the_cap_are_told_and_final(
 
     faults = serve_app("capped", tmp_path / "order", restart_limit=0)
     server = faults.server
-    faults.order("raise", "idle", 1)
+    faults.order(Order("raise", "idle", 1))
     server.until("failure", lambda: server.get("/health").status_code == 500)
     assert server.get("/ready").status_code == 503
     status = server.status()

@@ -19,11 +19,12 @@ def test_a_killed_rank_ends_streams_with_an_error_and_the_gang_comes_back(health
     healthy.kill_rank(rank)
     stream.join()
     assert stream.error["code"] == "rank_failure"
-    assert f"rank {rank} (pid {pids[rank]}" in stream.error["message"]
+    assert stream.error["message"] == f"rank {rank} failed (phase run); retry later"
     assert not stream.ended_well
     assert healthy.get("/health").status_code == 200
     after = healthy.wait_ready()
     assert after["epoch"] == before["epoch"] + 1
+    assert f"rank {rank} (pid {pids[rank]}" in after["last_failure"]["message"]
     assert not any(os.path.exists(f"/proc/{pid}") for pid in pids)
     assert healthy.complete("The river", 12) == text
     restarts = f'nrank_rank_restarts_total{{rank="{rank}"'

@@ -39,6 +39,26 @@ def test_status_tells_two_ranks_on_two_chips(healthy):
     assert status["config_hash"]
 
 
+def test_an_answer_has_one_request_id_the_clients_if_it_sent_one(healthy):
+    own, body = {"x-request-id": "mine-1"}, healthy.body(PROMPTS[0], 2)
+    for path in ("/health", "/v1/models", "/nowhere"):
+        assert len(healthy.get(path).headers.get_list("x-request-id")) == 1
+        answer = healthy.http.get(path, headers=own)
+        assert answer.headers.get_list("x-request-id") == ["mine-1"]
+    for more in ({}, {"stream": True}, {"temperature": -1}):
+        answer = healthy.http.post("/v1/completions", json={**body, **more}, headers=own)
+        assert answer.headers.get_list("x-request-id") == ["mine-1"]
+
+
+def test_more_answers_than_are_ever_admitted_are_a_400(healthy):
+    """max_sequences 3 and max_queue_requests 2."""
+    answer = healthy.http.post("/v1/completions", json=healthy.body(PROMPTS[0], 2, n=6))
+    assert answer.status_code == 400
+    assert "n=6 is above the limit of 5" in answer.json()["error"]["message"]
+    answer = healthy.http.post("/v1/completions", json=healthy.body(PROMPTS[0], 2, n=5))
+    assert len(answer.json()["choices"]) == 5
+
+
 def test_parallel_streams_equal_what_each_prompt_gives_alone(healthy):
     alone = [healthy.complete(prompt, 24) for prompt in PROMPTS]
     streams = [healthy.stream(prompt, 24) for prompt in PROMPTS]
