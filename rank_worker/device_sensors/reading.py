@@ -13,6 +13,16 @@ HEALTH_WORDS = ("ok", "warning", "alarm", "critical")  # worse to the right
 STALE_S = 5.0  # an older reading counts as none
 
 
+def plausible_celsius(value: float | None) -> float | None:
+    """0 is told where the query failed, and 32765 and up are error words of the sensor."""
+    return value if value is not None and 0 < value <= 150 else None
+
+
+def plausible_ratio(percent: float | None) -> float | None:
+    """0..1; a value outside 0..100 is none."""
+    return percent / 100 if percent is not None and 0 <= percent <= 100 else None
+
+
 @dataclass(frozen=True, slots=True)
 class ChipReading:
     """One chip. (`npu_id`, `chip_id`) is its only unique name: cards share a bus id.

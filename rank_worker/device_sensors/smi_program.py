@@ -8,11 +8,11 @@ from __future__ import annotations
 import os
 import select
 import shutil
-import signal
 import subprocess
 import time
 from pathlib import Path
 
+from rank_worker.device_sensors.child_process import Reaper, kill_group
 from rank_worker.device_sensors.node_lock import lock_now
 from rank_worker.device_sensors.smi_parser import find_failure
 from rank_worker.device_sensors.source import SensorError
@@ -26,7 +26,7 @@ LIBRARIES = (
 )
 TIMEOUT_S = 3.0
 MAX_BYTES = 1 << 20
-REAP_S = 1.0  # a killed process that is still there hangs in the driver
+LOCK_GRACE_S = 1.0  # a call ends so long after its limit at most
 LOCK_PACE_S = 0.05
 PID_WIDTH = 20
 
@@ -60,15 +60,11 @@ class SmiProgram:
         self.path = path
         self._lock_path = directory / "npu-smi.lock"
         self._timeout_s = timeout_s
-        self._hanging: subprocess.Popen[bytes] | None = None
+        self._reaper = Reaper("npu-smi")
 
     def run(self, *arguments: str) -> str:
         """What it printed on stdout, complete. SensorError when it failed in any way."""
-        if self._hanging is not None and self._hanging.poll() is None:
-            raise SensorError(
-                f"npu-smi (pid {self._hanging.pid}) hangs in the driver and can't be killed; look "
-                f"at `dmesg`, then reset the card or restart the machine"
-            )
+        self._reaper.check()
         lock = self._take_lock()
         try:
             return self._run_locked(lock, arguments)
@@ -95,7 +91,7 @@ class SmiProgram:
         try:
             out, errors = self._collect(process, call)
         finally:
-            self._end(process)
+            self._reaper.end(process)
         return _checked(call, process.returncode, out, errors)
 
     def _collect(self, process: subprocess.Popen[bytes], call: str) -> tuple[bytes, bytes]:
@@ -132,21 +128,16 @@ class SmiProgram:
             raise SensorError(f"`{call}` closed its output and did not end; killed") from error
         return bytes(out), bytes(errors)
 
-    def _end(self, process: subprocess.Popen[bytes]) -> None:
-        """Nothing of the call's process group is left, unless the kernel holds it."""
-        kill_group(process.pid)
-        try:
-            process.wait(REAP_S)
-        except subprocess.TimeoutExpired:
-            self._hanging = process
-        for stream in (process.stdout, process.stderr):
-            if stream is not None:
-                stream.close()
-
     def _take_lock(self) -> int:
         """The open lock file. A call that outlived its own limit has lost its caller: kill it."""
-        lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
-        first, deadline = _pid_in(lock), time.monotonic() + self._timeout_s + REAP_S
+        try:
+            lock = os.open(self._lock_path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise SensorError(
+                f"can't lock {self._lock_path} for npu-smi: {error.strerror}; make room or the "
+                f"folder"
+            ) from error
+        first, deadline = _pid_in(lock), time.monotonic() + self._timeout_s + LOCK_GRACE_S
         while not lock_now(lock):
             if time.monotonic() < deadline:
                 time.sleep(LOCK_PACE_S)
@@ -157,17 +148,10 @@ class SmiProgram:
                 kill_group(pid)
             raise SensorError(
                 f"another npu-smi of nrank (pid {pid or 'unknown'}) still ran after "
-                f"{self._timeout_s + REAP_S:g} s; look at `dmesg` if this comes again"
+                f"{self._timeout_s + LOCK_GRACE_S:g} s; look at `dmesg` if this comes again"
             )
         os.pwrite(lock, b" " * PID_WIDTH, 0)  # the last call's pid may be another's by now
         return lock
-
-
-def kill_group(leader: int) -> None:
-    try:
-        os.killpg(leader, signal.SIGKILL)
-    except (ProcessLookupError, PermissionError):
-        return
 
 
 def _pid_in(lock: int) -> int | None:

@@ -10,6 +10,8 @@ import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from rank_worker.device_sensors.reading import plausible_celsius, plausible_ratio
+
 MIB = 1 << 20
 CHIP_KEY = "chip id"
 NO_VALUE = {"", "NA", "N/A", "-", "--"}
@@ -119,15 +121,11 @@ def decimal(text: str | None) -> float | None:
 
 
 def percent(text: str | None) -> float | None:
-    """0..1; a printed value outside 0..100 is none."""
-    value = decimal(text)
-    return value / 100 if value is not None and 0 <= value <= 100 else None
+    return plausible_ratio(decimal(text))
 
 
 def celsius(text: str | None) -> float | None:
-    """0 is printed where the query failed, and 32765 and up are error words of the sensor."""
-    value = decimal(text)
-    return value if value is not None and 0 < value <= 150 else None
+    return plausible_celsius(decimal(text))
 
 
 def flag(text: str | None) -> bool | None:

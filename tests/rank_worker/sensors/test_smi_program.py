@@ -99,7 +99,7 @@ def test_two_callers_take_turns(smi: FakeSmi) -> None:
 
 
 def test_a_call_whose_caller_died_is_ended(smi: FakeSmi, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(smi_program, "REAP_S", 0.2)
+    monkeypatch.setattr(smi_program, "LOCK_GRACE_S", 0.2)
     smi.runs("echo $$ > self; exec sleep 1000")
     code = (
         "import sys; from pathlib import Path; "
