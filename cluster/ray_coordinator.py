@@ -10,7 +10,8 @@ import asyncio
 import logging
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable
+from collections import Counter
+from collections.abc import AsyncGenerator, Awaitable, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -38,6 +39,7 @@ T = TypeVar("T")
 
 DELETED_S = 2.0  # between two looks at whether Serve ends the application
 HEALTH_S = 10.0  # three health checks in a row of this length: a coordinator that stands still
+COUNT_S = 1.0  # finished HTTP requests are told together, this long after the first
 ASK_S = 10.0  # a coordinator that does not answer a question for this long is not there
 TRANSPORT = (RayError, RayServeException)
 
@@ -144,8 +146,11 @@ class CoordinatorReplica:
     async def metrics_text(self) -> bytes:
         return await self._coordinator.metrics_text()
 
-    async def record_http(self, endpoint: str, code: int) -> None:
-        await self._coordinator.record_http(endpoint, code)
+    async def record_http(self, counts: Mapping[tuple[str, int], int]) -> None:
+        """Finished HTTP requests by endpoint and code."""
+        for (endpoint, code), count in counts.items():
+            for _ in range(count):
+                await self._coordinator.record_http(endpoint, code)
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         return await self._coordinator.drain(timeout_s)
@@ -183,6 +188,8 @@ class RemoteEngine:
         self._caller = uuid.uuid4().hex
         self._open = 0  # requests under way
         self._renewal: asyncio.Task[None] | None = None
+        self._http: Counter[tuple[str, int]] = Counter()  # finished requests, not told yet
+        self._telling: asyncio.Task[None] | None = None
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenBatch, None]:
         self._open += 1
@@ -256,10 +263,27 @@ class RemoteEngine:
         return answer  # type: ignore[no-any-return]
 
     async def metrics_text(self) -> bytes:
+        await self._tell_http()
         return await self._ask(self._handle.metrics_text.remote())
 
     async def record_http(self, endpoint: str, code: int) -> None:
-        await self._ask(self._handle.record_http.remote(endpoint, code))
+        """Returns at once: a call of its own would cost a request as much as its tokens do."""
+        self._http[endpoint, code] += 1
+        if self._telling is None or self._telling.done():
+            self._telling = asyncio.create_task(self._tell_http_later())
+
+    async def _tell_http_later(self) -> None:
+        while self._http:
+            await asyncio.sleep(COUNT_S)
+            try:
+                await self._tell_http()
+            except NotServing as error:
+                logger.warning("the counts of finished HTTP requests are lost: %s", error)
+
+    async def _tell_http(self) -> None:
+        counts, self._http = dict(self._http), Counter()
+        if counts:
+            await self._ask(self._handle.record_http.remote(counts))
 
 
 def coordinator_deployment(
