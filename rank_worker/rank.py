@@ -24,7 +24,9 @@ from placement.prepare import prepare
 from placement.reads import plan_reads
 from placement.spec import Axis
 from rank_worker.comm import Comm, LocalComm, make_comm
+from rank_worker.cool_reads import CoolReads
 from rank_worker.device import open_device
+from rank_worker.guard_word import GuardWord, Order
 from rank_worker.loader import LoadCounter, Loader
 from rank_worker.messages import (
     CopyFigures,
@@ -62,7 +64,6 @@ class Rank:
         self.config, self.rank, self.world_size, self.epoch = config, rank, world_size, epoch
         self.comm: Comm = LocalComm()
         self.counter = LoadCounter()
-        self.pace: Callable[[int], None] | None = None  # see Loader; to be set before load()
         self.plan: Plan | None = None
         self._store: Any = None  # rank 0: the rendezvous store it serves
         self.runner: Runner | None = None
@@ -70,6 +71,9 @@ class Rank:
         self._inbox: queue.SimpleQueue[EngineRequest | tuple[str, ...]] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[list[TokenBatch]] = queue.SimpleQueue()
         self._stop = threading.Event()
+        self.word = GuardWord()
+        reads = CoolReads(self.word, self._stop.is_set)
+        self.pace: Callable[[int], None] | None = reads.before_read  # see Loader
         self._phase = "starting"
         self._step = 0
         self._busy_steps = 0
@@ -221,7 +225,9 @@ class Rank:
         assert scheduler is not None
         while not self._stop.is_set():
             self._drain_inbox(scheduler)
-            words = encode(scheduler.schedule())
+            is_still = self.word.order.is_still
+            idle = StepPlan(Opcode.IDLE, self.epoch, scheduler.step)
+            words = encode(idle if is_still else scheduler.schedule())
             plan = decode(words)  # what the others see: figures are rounded to 32 bits
             self.comm.send_plan(words)
             if plan.admits:
@@ -235,6 +241,8 @@ class Rank:
                     self._read_counters(runner)
                 if batches:
                     self._outbox.put(batches)
+            elif is_still:
+                continue  # all state stays as it is
             elif scheduler.waiting:
                 raise RankError("requests wait but none can be scheduled", 0, self._step, "plan")
             elif not is_checked:  # idle again: whatever was leaked would stay so
@@ -302,7 +310,7 @@ class Rank:
 
     def _drain_inbox(self, scheduler: Scheduler) -> None:
         """Takes all that arrived; waits for a heartbeat interval when there is nothing to do."""
-        block = not scheduler.has_work
+        block = not scheduler.has_work or self.word.order.is_still
         while True:
             try:
                 item = self._inbox.get(block=block, timeout=HEARTBEAT_S)
@@ -322,6 +330,11 @@ class Rank:
     def abort(self, request_ids: Sequence[str]) -> None:
         """Rank 0: ends the named requests at the next step boundary; they produce no more."""
         self._inbox.put(tuple(request_ids))
+
+    def obey(self, order: Order) -> None:
+        """What the heat guard wants, from the next step and the next read of weights on."""
+        self.word.give(order)
+        self._inbox.put(())  # wakes whoever waits at work that has come to rest
 
     def stop(self) -> None:
         """Rank 0: ends the loop of every rank after the step in flight."""
