@@ -26,8 +26,8 @@ class Reaper:
                 f"look at `dmesg`, then reset the card or restart the machine"
             )
 
-    def end(self, process: subprocess.Popen[bytes]) -> None:
-        """Nothing of the child's process group is left, unless the kernel holds it."""
+    def end(self, process: subprocess.Popen[bytes]) -> bool:
+        """Whether the child's process group is gone; the kernel may hold it."""
         kill_group(process.pid)
         try:
             process.wait(REAP_S)
@@ -36,6 +36,7 @@ class Reaper:
         for stream in (process.stdin, process.stdout, process.stderr):
             if stream is not None:
                 stream.close()
+        return process.returncode is not None
 
 
 def kill_group(leader: int) -> None:

@@ -74,7 +74,7 @@ class NodeLock:
 
     def release(self) -> None:
         if self._descriptor is not None:
-            os.close(self._descriptor)
+            unlock(self._descriptor)
             self._descriptor = None
 
     def _is_current(self, descriptor: int) -> bool:
@@ -91,3 +91,9 @@ def lock_now(descriptor: int) -> bool:
     except BlockingIOError:
         return False
     return True
+
+
+def unlock(descriptor: int) -> None:
+    """Free the lock and close the file, also where a forked process has a copy of it."""
+    fcntl.flock(descriptor, fcntl.LOCK_UN)
+    os.close(descriptor)

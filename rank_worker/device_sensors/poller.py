@@ -13,12 +13,13 @@ from pathlib import Path
 
 from rank_worker.device_sensors.node_lock import NodeLock
 from rank_worker.device_sensors.reading import NodeReading
-from rank_worker.device_sensors.reading_file import publish, read_published
+from rank_worker.device_sensors.reading_file import VERSION, publish, read_published
 from rank_worker.device_sensors.source import Source
 from rank_worker.device_sensors.source_chain import SourceChain
 
 logger = logging.getLogger("nrank.sensors")
 
+FILES = f"sensors-{VERSION}"  # processes that can't read each other don't meet
 INTERVAL_S = 1.0
 STOPPED_S = 15.0  # a holder of the lock that publishes nothing for so long is replaced
 SAY_PACE_S = 60.0
@@ -35,8 +36,8 @@ class SensorPoller:
 
     def __init__(self, sources: Sequence[Source], directory: Path) -> None:
         self._chain = SourceChain(sources)
-        self._lock = NodeLock(directory / "sensors.lock", STOPPED_S)
-        self._path = directory / "sensors.json"
+        self._lock = NodeLock(directory / f"{FILES}.lock", STOPPED_S)
+        self._path = directory / f"{FILES}.json"
         self._latest: NodeReading | None = None
         self._quiet_since_s: float | None = None
         self._said, self._say_again_s = "", 0.0

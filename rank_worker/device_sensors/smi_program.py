@@ -5,6 +5,7 @@ Owns the call's lock, time limit, size limit and end. Knows no layout of its out
 
 from __future__ import annotations
 
+import contextlib
 import os
 import select
 import shutil
@@ -13,7 +14,7 @@ import time
 from pathlib import Path
 
 from rank_worker.device_sensors.child_process import Reaper, kill_group
-from rank_worker.device_sensors.node_lock import lock_now
+from rank_worker.device_sensors.node_lock import lock_now, unlock
 from rank_worker.device_sensors.smi_parser import find_failure
 from rank_worker.device_sensors.source import SensorError
 
@@ -65,14 +66,22 @@ class SmiProgram:
     def run(self, *arguments: str) -> str:
         """What it printed on stdout, complete. SensorError when it failed in any way."""
         self._reaper.check()
-        lock = self._take_lock()
-        try:
-            return self._run_locked(lock, arguments)
-        finally:
-            os.close(lock)
-
-    def _run_locked(self, lock: int, arguments: tuple[str, ...]) -> str:
+        lock, ended = self._take_lock(), True
         call = " ".join(("npu-smi", *arguments))
+        try:
+            process = self._start(lock, arguments)
+            try:
+                out, errors = self._collect(process, call)
+            finally:
+                ended = self._reaper.end(process)
+        finally:
+            if ended:
+                unlock(lock)
+            else:  # it keeps the lock, which it has a copy of
+                os.close(lock)
+        return _checked(call, process.returncode, out, errors)
+
+    def _start(self, lock: int, arguments: tuple[str, ...]) -> subprocess.Popen[bytes]:
         try:
             process = subprocess.Popen(
                 [str(self.path), *arguments],
@@ -87,12 +96,8 @@ class SmiProgram:
             raise SensorError(
                 f"can't start {self.path}: {error.strerror}; check the driver's installation"
             ) from error
-        os.pwrite(lock, f"{process.pid:<{PID_WIDTH}}".encode(), 0)
-        try:
-            out, errors = self._collect(process, call)
-        finally:
-            self._reaper.end(process)
-        return _checked(call, process.returncode, out, errors)
+        _note(lock, str(process.pid))
+        return process
 
     def _collect(self, process: subprocess.Popen[bytes], call: str) -> tuple[bytes, bytes]:
         """Both outputs up to their ends; SensorError at the limit of time or size."""
@@ -150,8 +155,14 @@ class SmiProgram:
                 f"another npu-smi of nrank (pid {pid or 'unknown'}) still ran after "
                 f"{self._timeout_s + LOCK_GRACE_S:g} s; look at `dmesg` if this comes again"
             )
-        os.pwrite(lock, b" " * PID_WIDTH, 0)  # the last call's pid may be another's by now
+        _note(lock, "")  # the last call's pid may be another's by now
         return lock
+
+
+def _note(lock: int, pid: str) -> None:
+    """For whoever finds the lock held for too long; a full disk must not stop the call."""
+    with contextlib.suppress(OSError):
+        os.pwrite(lock, pid.ljust(PID_WIDTH).encode(), 0)
 
 
 def _pid_in(lock: int) -> int | None:
@@ -161,7 +172,10 @@ def _pid_in(lock: int) -> int | None:
 
 def _checked(call: str, code: int, out: bytes, errors: bytes) -> str:
     printed, said = (part.decode("utf-8", "replace") for part in (out, errors))
-    if failure := find_failure(f"{printed}\n") or find_failure(f"{said}\n"):
+    # A line about one chip must not cost the others' rows: those and key lines begin so.
+    answered = not code and any(line[:1] in "|\t" for line in printed.splitlines() if line)
+    failure = find_failure(f"{printed}\n") or find_failure(f"{said}\n")
+    if failure and not answered:
         raise SensorError(failure)
     if code < 0:
         raise SensorError(f"`{call}` was ended by signal {-code}; look at `dmesg`")

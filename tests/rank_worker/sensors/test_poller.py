@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import os
 import signal
 import subprocess
 import sys
@@ -19,7 +20,7 @@ import pytest
 from placement.errors import ConfigError
 from rank_worker.device_sensors import node_lock, poller
 from rank_worker.device_sensors.node_lock import NodeLock, run_directory
-from rank_worker.device_sensors.poller import SensorPoller
+from rank_worker.device_sensors.poller import FILES, SensorPoller
 from rank_worker.device_sensors.reading import STALE_S, ChipReading, NodeReading
 from rank_worker.device_sensors.reading_file import decode, encode, publish, read_published
 from rank_worker.device_sensors.smi import SmiSource
@@ -133,24 +134,24 @@ def test_stale_readings_are_dropped(
     tmp_path: Path, opened: Callable[[Scripted], SensorPoller]
 ) -> None:
     """The holder of the lock has stopped: what it published grows old."""
-    holder = NodeLock(tmp_path / "sensors.lock", 60)
+    holder = NodeLock(tmp_path / f"{FILES}.lock", 60)
     assert holder.try_hold()
     fresh = taken_now("scripted", (CHIP,))
-    publish(fresh, tmp_path / "sensors.json")
+    publish(fresh, tmp_path / f"{FILES}.json")
     source = Scripted()
     follower = opened(source)
     wait_for(lambda: follower.latest() == fresh)
     old = replace(fresh, monotonic_s=time.monotonic() - STALE_S - 1)
-    publish(old, tmp_path / "sensors.json")
+    publish(old, tmp_path / f"{FILES}.json")
     wait_for(lambda: (follower.age_s() or 0) > STALE_S)
     assert follower.latest() is None
     before_restart = replace(fresh, monotonic_s=time.monotonic() + 3600)
-    publish(before_restart, tmp_path / "sensors.json")
+    publish(before_restart, tmp_path / f"{FILES}.json")
     wait_for(lambda: follower.age_s() is None)
     assert follower.latest() is None
-    publish(old, tmp_path / "sensors.json")
+    publish(old, tmp_path / f"{FILES}.json")
     wait_for(lambda: follower.age_s() is not None)
-    (tmp_path / "sensors.json").write_text('{"version": 1, "reading": {')
+    (tmp_path / f"{FILES}.json").write_text('{"version": 1, "reading": {')
     wait_for(lambda: follower.age_s() is None)
     assert follower.latest() is None
     assert source.reads == 0
@@ -162,7 +163,7 @@ def test_a_holder_that_has_stopped_is_replaced(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(poller, "STOPPED_S", 0.2)
-    stopped = NodeLock(tmp_path / "sensors.lock", 0.2)
+    stopped = NodeLock(tmp_path / f"{FILES}.lock", 0.2)
     assert stopped.try_hold()
     source = Scripted()
     follower = opened(source)
@@ -178,13 +179,13 @@ def test_a_poller_that_was_replaced_publishes_nothing(
     sensors = opened(source)
     wait_for(lambda: sensors.latest() is not None)
     source.gate.clear()
-    other = NodeLock(tmp_path / "sensors.lock", 0)
+    other = NodeLock(tmp_path / f"{FILES}.lock", 0)
     assert other.take_from_stopped()
     mine = taken_now("other", (CHIP,))
-    publish(mine, tmp_path / "sensors.json")
+    publish(mine, tmp_path / f"{FILES}.json")
     source.gate.set()
     wait_for(lambda: sensors.latest() == mine)
-    assert read_published(tmp_path / "sensors.json") == mine
+    assert read_published(tmp_path / f"{FILES}.json") == mine
 
 
 def test_a_lock_that_was_just_taken_is_not_broken(tmp_path: Path) -> None:
@@ -194,6 +195,22 @@ def test_a_lock_that_was_just_taken_is_not_broken(tmp_path: Path) -> None:
     assert first.try_hold()
     first.release()
     assert second.try_hold()
+
+
+def test_a_lock_is_free_after_release_though_a_forked_process_has_it(tmp_path: Path) -> None:
+    first, second = (NodeLock(tmp_path / "lock", 60) for _ in range(2))
+    assert first.try_hold()
+    reading, writing = os.pipe()
+    child = os.fork()
+    if child == 0:
+        os.close(writing)
+        os.read(reading, 1)
+        os._exit(0)
+    first.release()
+    assert second.try_hold()
+    os.close(writing)
+    os.close(reading)
+    os.waitpid(child, 0)
 
 
 def test_a_full_disk_does_not_blind_the_poller(

@@ -13,6 +13,7 @@ import pytest
 
 from rank_worker.device_sensors import smi_program
 from rank_worker.device_sensors.smi_program import SmiProgram, find_program
+from rank_worker.device_sensors.smi_table import parse_info
 from rank_worker.device_sensors.source import SensorError
 from tests.rank_worker.sensors.conftest import FakeSmi, is_gone, wait_for
 
@@ -62,6 +63,15 @@ def test_errors_on_stderr_with_exit_code_0(smi: FakeSmi, recorded: Callable[[str
     smi.runs(f"echo '{text}' >&2")
     with pytest.raises(SensorError, match=r"ret is -8020; a container"):
         smi.program().run("info")
+
+
+def test_an_error_of_one_chip_does_not_cost_the_others(
+    smi: FakeSmi, recorded: Callable[[str], str]
+) -> None:
+    smi.answers(
+        info='Failed to query "x" result.\n' + recorded("info_300iduo_two_cards_idle"),
+    )
+    assert len(parse_info(smi.program().run("info")).chips) == 4
 
 
 def test_an_exit_code_without_a_known_error_line(smi: FakeSmi) -> None:
