@@ -60,6 +60,7 @@ def sums(comm: Comm, seed: int, out: Path) -> str:
         seen[f"plan {size}"] = words if comm.rank == 0 else comm.receive_plan()
     comm.barrier()
     assert comm.seconds > 0
+    seen["entered"] = np.array(comm.entered)
     np.savez(out / f"rank{comm.rank}.npz", **seen)
     comm.barrier()
     comm.close()

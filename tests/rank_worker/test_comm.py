@@ -112,6 +112,7 @@ def check_sums(gang: ModuleType, world: int, seed: int, out: Path) -> None:
             assert seen[0][f"gather {dtype} {size}"].tobytes() == gathered.tobytes()
     for size in gang.PLAN_SIZES:
         assert np.array_equal(seen[-1][f"plan {size}"], np.arange(size, dtype=np.int32) * 7 + seed)
+    assert seen[0]["entered"] > len(seen[0])  # and the same on all ranks, as all keys
     last = seen[0]["repeat 199"].view(np.float32)
     assert last.tolist() == [float(199 * world + sum(range(world)))] * 17
 
