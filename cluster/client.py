@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Protocol
+from typing import Any, Protocol
 
 from cluster.failure import Failure
 from placement.errors import ErrorKind, NrankError
@@ -77,6 +77,7 @@ class EngineStatus:
     model_id: str = ""
     plan_id: str = ""
     config_hash: str = ""
+    config: dict[str, Any] = field(default_factory=dict)  # resolved; it holds no secrets
     revision: str = ""
     device: str = ""
     world_size: int = 0

@@ -11,6 +11,7 @@ import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
 from cluster.client import EngineState, EngineStatus, NotServing, RankStatus
 from cluster.failure import public_text
@@ -50,6 +51,7 @@ class CoordinatorSettings:
     snapshot_interval_s: float = 1.0
     model_id: str = ""
     config_hash: str = ""
+    config: dict[str, Any] = field(default_factory=dict)  # as resolved, for /status
     build: BuildInfo = field(default_factory=BuildInfo)
 
 
@@ -324,6 +326,7 @@ class Coordinator:
             model_id=self._settings.model_id,
             plan_id=plan.plan_id,
             config_hash=self._settings.config_hash,
+            config=self._settings.config,
             revision=self._settings.build.git_sha,
             device=self._config.device,
             world_size=plan.world_size,

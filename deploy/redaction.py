@@ -20,6 +20,8 @@ _SECRET_NAME = re.compile(
 _HARMLESS_NAME = re.compile(
     r"(tokens|keys|tokenizers?(_\w+)?|Error|keyboard\w*)$|key_(value_)?heads?", re.I
 )
+WORKING_DIRECTORY = ("PWD", "OLDPWD")  # of a shell
+PLACES = ("_PATH", "_FILE", "_DIR")  # where a secret is, which texts may say
 # Of a field that holds what a user wrote, or what the model answered.
 PRIVATE = frozenset(
     {
@@ -67,7 +69,7 @@ def is_secret_name(name: str) -> bool:
 
 def names_a_secret(variable: str) -> bool:
     """The same of an environment variable, where every doubt counts."""
-    return bool(_SECRET_NAME.search(variable))
+    return bool(_SECRET_NAME.search(variable)) and variable not in WORKING_DIRECTORY
 
 
 class Redactor:
@@ -75,7 +77,11 @@ class Redactor:
 
     def __init__(self, environ: Mapping[str, str], more: Iterable[str] = ()) -> None:
         """Values of variables that name a secret, and `more` (the content of token files)."""
-        named = [value for name, value in environ.items() if names_a_secret(name)]
+        named = [
+            value
+            for name, value in environ.items()
+            if names_a_secret(name) and not name.endswith(PLACES)
+        ]
         values = {value.strip() for value in (*named, *more)}
         self._known = {
             form

@@ -29,7 +29,7 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
         "--url", metavar="BASE", default=DEFAULT_URL,
         help=f"of the running server (default {DEFAULT_URL})",
     )  # fmt: skip
-    parser.add_argument("--config", metavar="FILE", help="that nrank serve was started with")
+    parser.add_argument("--config", metavar="FILE", help="of a server that does not answer")
     add_model_flag(parser)
     parser.set_defaults(run=run)
 

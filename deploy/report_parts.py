@@ -15,6 +15,8 @@ from importlib import metadata
 from pathlib import Path
 from typing import Any
 
+from pydantic import ValidationError
+
 from deploy.config import ServeConfig
 from deploy.doctor.finding import to_json
 from deploy.doctor_command import examine
@@ -45,11 +47,12 @@ class Parts:
             self.missing[name] = " ".join(str(error).split())
 
 
-def collect(config: ServeConfig, url: str) -> Parts:
-    """Everything, from a running server where `url` answers, from this machine else."""
+def collect(given: ServeConfig, url: str) -> Parts:
+    """Everything, of the server that answers at `url`; without one, of the configuration given."""
     parts = Parts()
     parts.add("status.json", lambda: fetch_status(url))
     status = parts.files.get("status.json", {})
+    config = served_config(status) or given
     parts.add("versions.json", versions)
     parts.add("environment.json", lambda: environment(os.environ))
     parts.add("config.json", lambda: resolved(config, status))
@@ -89,8 +92,16 @@ def environment(environ: Mapping[str, str]) -> dict[str, str]:
     return {name: value for name, value in environ.items() if VARIABLES.fullmatch(name)}
 
 
+def served_config(status: Mapping[str, Any]) -> ServeConfig | None:
+    """The server's own; None for one of another version, whose keys are not ours."""
+    try:
+        return ServeConfig.model_validate(status.get("config") or None)
+    except ValidationError:
+        return None
+
+
 def resolved(config: ServeConfig, status: Mapping[str, Any]) -> dict[str, Any]:
-    """The configuration of the flags given here, and whether the server's is the same."""
+    """The configuration, and whether it is that of the server."""
     served = status.get("config_hash")
     return {
         "hash": config.config_hash,

@@ -40,6 +40,7 @@ def settings_of(config: ServeConfig) -> CoordinatorSettings:
         restart=RestartPolicy(config.restart_limit, config.restart_backoff_s),
         model_id=config.model_name,
         config_hash=config.config_hash,
+        config=config.resolved().model_dump(),
         build=build,
     )
 

@@ -26,9 +26,9 @@ def check_chips(machine: Machine, reading: NodeReading | None, num_files: int) -
             id="chips.sensors",
             severity=Severity.WARNING if num_files else Severity.ABSENT,
             found=told,
-            expected="npu-smi or DCMI, for heat and health",
-            source="the driver brings both",
-            remedy="run npu-smi info; in a container mount /usr/local/dcmi and npu-smi too",
+            expected="npu-smi, or nvidia-ml-py for CUDA",
+            source="heat, health and memory are read by them",
+            remedy="run npu-smi info, in a container mount it; for CUDA pip install 'nrank[cuda]'",
         )
     if reading is None:
         return
@@ -37,11 +37,16 @@ def check_chips(machine: Machine, reading: NodeReading | None, num_files: int) -
         yield Finding("chips.sensors", Severity.OK, told)
     for chip in reading.chips:
         subject = f"card {chip.npu_id} chip {chip.chip_id}"
-        yield from (_health(chip, subject), _ecc(chip, subject), _heat(chip, subject))
-        yield from _holders(machine, chip, subject)
+        look = f"nvidia-smi -q -i {chip.npu_id}"
+        if reading.source != "nvml":
+            look = f"npu-smi info -t {{}} -i {chip.npu_id}"
+        yield _health(chip, subject, look.format("health"))
+        yield _ecc(chip, subject, look.format("ecc-enable"), reading.source != "nvml")
+        yield _heat(chip, subject, look.format("temp"))
+        yield from _holders(machine, chip, subject, look.format("usages"))
 
 
-def _health(chip: ChipReading, subject: str) -> Finding:
+def _health(chip: ChipReading, subject: str, look: str) -> Finding:
     grades = {
         "ok": Severity.OK,
         "warning": Severity.WARNING,
@@ -50,7 +55,6 @@ def _health(chip: ChipReading, subject: str) -> Finding:
     }
     severity = grades.get(chip.health or "", Severity.ABSENT)
     codes = f", codes {' '.join(chip.error_codes)}" if chip.error_codes else ""
-    look = f"npu-smi info -t health -i {chip.npu_id} -c {chip.chip_id}"
     return Finding(
         id="chips.health",
         subject=subject,
@@ -62,7 +66,7 @@ def _health(chip: ChipReading, subject: str) -> Finding:
     )
 
 
-def _ecc(chip: ChipReading, subject: str) -> Finding:
+def _ecc(chip: ChipReading, subject: str, look: str, costs_memory: bool) -> Finding:
     single, double = chip.ecc_single_bit, chip.ecc_double_bit
     counts = {"corrected": single, "uncorrected": double}
     state = {True: "on", False: "off", None: "not told"}[chip.ecc_enabled]
@@ -71,23 +75,23 @@ def _ecc(chip: ChipReading, subject: str) -> Finding:
         severity, remedy = Severity.ERROR, "reset the card; replace it when they come back"
     elif single:
         severity, remedy = Severity.WARNING, "watch whether the number grows"
-    elif chip.ecc_enabled:
+    elif chip.ecc_enabled and costs_memory:
         remedy = "plan with --ecc on and the memory that is left: --usable-bytes"
         severity = Severity.WARNING
     elif chip.ecc_enabled is None and single is None:
-        severity, remedy = Severity.ABSENT, f"npu-smi info -t ecc-enable -i {chip.npu_id}"
+        severity, remedy = Severity.ABSENT, look
     else:
         severity, remedy = Severity.OK, ""
-    expected = "no uncorrected errors; plans assume that it is off"
+    expected = "no uncorrected errors" + ("; plans assume that it is off" if costs_memory else "")
     return Finding("chips.ecc", severity, told, expected, "the chip", remedy, subject)
 
 
-def _heat(chip: ChipReading, subject: str) -> Finding:
+def _heat(chip: ChipReading, subject: str, look: str) -> Finding:
     heat, limit = chip.temperature_celsius, chip.shutdown_celsius
     if heat is None:
         return Finding(
             "chips.temperature", Severity.ABSENT, "not told", f"below {HOT_CELSIUS:g} °C",
-            "the chip", f"npu-smi info -t temp -i {chip.npu_id}", subject,
+            "the chip", look, subject,
         )  # fmt: skip
     severity = Severity.OK
     if heat > WARM_CELSIUS:
@@ -104,7 +108,7 @@ def _heat(chip: ChipReading, subject: str) -> Finding:
     )
 
 
-def _holders(machine: Machine, chip: ChipReading, subject: str) -> Iterator[Finding]:
+def _holders(machine: Machine, chip: ChipReading, subject: str, look: str) -> Iterator[Finding]:
     """Who holds memory of the chip. Never ended from here: that is the user's to decide."""
     used = chip.memory_used_bytes
     source = "the driver's list; in a container its pids are those of the host"
@@ -127,7 +131,7 @@ def _holders(machine: Machine, chip: ChipReading, subject: str) -> Iterator[Find
     elif used is None:
         yield Finding(
             "chips.memory", Severity.ABSENT, "not told", "", source,
-            f"npu-smi info -t proc-mem -i {chip.npu_id} -c {chip.chip_id}", subject,
+            look, subject,
         )  # fmt: skip
     else:
         yield Finding(

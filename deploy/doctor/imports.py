@@ -43,9 +43,10 @@ def import_error(machine: Machine, name: str) -> str:
     """The last line that `import name` says in another process, "" when it succeeds."""
     # Only torch_npu's own import tells its own error: torch would put it into its words.
     own = {"TORCH_DEVICE_BACKEND_AUTOLOAD": "0"} if name == "torch_npu" else {}
-    environ = {**machine.environ, "PYTHONPATH": os.pathsep.join(machine.packages), **own}
+    places = os.pathsep.join(place for place in machine.packages if place)
+    environ = {**machine.environ, "PYTHONPATH": places, **own}
     process = subprocess.Popen(
-        [sys.executable, "-c", f"import {name}"],
+        [sys.executable, "-P", "-c", f"import {name}"],  # never from where the user stands
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.PIPE,

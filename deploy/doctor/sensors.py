@@ -6,6 +6,7 @@ import time
 
 from placement.errors import ConfigError
 from rank_worker.device_sensors.node_lock import run_directory
+from rank_worker.device_sensors.nvml import NvmlSource, open_nvml
 from rank_worker.device_sensors.reading import NodeReading
 from rank_worker.device_sensors.smi import SmiSource
 from rank_worker.device_sensors.smi_program import SmiProgram, find_program
@@ -16,6 +17,8 @@ LIMIT_S = 15.0  # an answer takes 0.1 to 0.5 s; a full one of two cards has abou
 
 def read_sensors(device: str) -> NodeReading | None:
     """None where the machine has no tool that knows the device's chips."""
+    if device == "cuda":
+        return _read_once(open_nvml())
     program = find_program() if device == "npu" else None
     if program is None:
         return None
@@ -24,6 +27,15 @@ def read_sensors(device: str) -> NodeReading | None:
     except (OSError, ConfigError) as error:
         return taken_now(SmiSource.name, error=str(error))
     return _complete(source)
+
+
+def _read_once(source: NvmlSource | None) -> NodeReading | None:
+    if source is None:
+        return None
+    try:
+        return source.read()
+    finally:
+        source.close()
 
 
 def _complete(source: SmiSource) -> NodeReading:

@@ -70,13 +70,25 @@ def test_what_a_reader_needs_stays(text: str) -> None:
 
 
 def test_values_of_variables_and_token_files_go_from_all_text() -> None:
-    environ = {"MY_API_KEY": PLANTED, "NRANK_HOME": "/srv/nrank", "SHORT_KEY": "abc"}
+    environ = {
+        "MY_API_KEY": PLANTED,
+        "NRANK_HOME": "/srv/nrank",
+        "SHORT_KEY": "abc",
+        "PWD": "/home/anna",
+        "RAY_AUTH_TOKEN_PATH": "/home/anna/token",
+    }
     redactor = Redactor(environ, ["from/file+token\n"])
     assert redactor.text(f"said {PLANTED}, from/file+token.") == f"said {REMOVED}, {REMOVED}."
     assert redactor.text("url?x=from%2Ffile%2Btoken") == f"url?x={REMOVED}"
-    assert redactor.text("/srv/nrank abc") == "/srv/nrank abc"
-    cleaned = redactor.environ(environ)
-    assert cleaned == {"MY_API_KEY": REMOVED, "NRANK_HOME": "/srv/nrank", "SHORT_KEY": REMOVED}
+    kept = "/srv/nrank abc /home/anna/token"
+    assert redactor.text(kept) == kept
+    assert redactor.environ(environ) == {
+        "MY_API_KEY": REMOVED,
+        "NRANK_HOME": "/srv/nrank",
+        "SHORT_KEY": REMOVED,
+        "PWD": "/home/anna",
+        "RAY_AUTH_TOKEN_PATH": REMOVED,
+    }
 
 
 def test_json_is_searched_at_every_depth() -> None:

@@ -18,8 +18,9 @@ from deploy.config import ServeConfig
 from deploy.doctor.finding import Finding, Severity
 from deploy.rank_logs import MAX_BYTES, find_rank_logs
 
-POLL_S = 0.01  # how soon a server sees that it has to end
 PLANTED = "x1Y2z3W4v5U6t7"
+SERVED = ServeConfig(decode_share=0.25, ray_address=f"ray://anna:{PLANTED}@head:10001")
+POLL_S = 0.01  # how soon a server sees that it has to end
 PID = 4242
 HEAD = ":job_id:01000000\n:actor_name:RankWorker\n"
 Run = Callable[..., tuple[int, str, str]]
@@ -96,7 +97,8 @@ def status_with_secrets() -> dict[str, Any]:
     tail = [f"Authorization: Bearer {PLANTED}", f"http://anna:{PLANTED}@host/", "rank 1 fell"]
     return {
         "state": "serving",
-        "config_hash": ServeConfig().config_hash,
+        "config_hash": SERVED.config_hash,
+        "config": SERVED.resolved().model_dump(),
         "plan_id": "0123",
         "max_tokens": 64,
         "api_key": PLANTED,
@@ -155,6 +157,7 @@ def test_a_report_of_a_running_server_has_everything(
     assert told["status"]["max_tokens"] == 64
     assert told["status"]["last_failure"]["log_tail"][2] == "rank 1 fell"
     assert told["config"]["same_as_server"] is True
+    assert told["config"]["config"]["decode_share"] == 0.25
     assert told["config"]["config"]["ranks"] == 2
     assert told["plan"]["server_plan_id"] == "0123"
     assert len(told["plan"]["ranks"]) == 2
@@ -181,7 +184,9 @@ def test_without_a_server_the_rest_is_packed_and_says_so(
     assert [text for name, text in files.items() if name.startswith("logs/")] == [f"{HEAD}newest\n"]
 
 
-@pytest.mark.parametrize("answer", [[], "text", {"ranks": 3}, {"ranks": [{"pid": -1}]}, None])
+@pytest.mark.parametrize(
+    "answer", [[], "text", {"ranks": 3}, {"ranks": [{"pid": -1}]}, {"config": 7}, None]
+)
 def test_an_answer_that_is_no_status_is_packed_as_it_is(
     nrank: Run, server: Callable[[Any], str], ray_temp: Path, tmp_path: Path, answer: Any
 ) -> None:

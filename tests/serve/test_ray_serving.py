@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 
 from deploy import smoke_job
+from deploy.config import ServeConfig
 
 pytestmark = pytest.mark.ray
 
@@ -36,7 +37,9 @@ def test_status_tells_two_ranks_on_two_chips(healthy):
     assert len(set(chips)) == 2
     assert chips[0] // 2 == chips[1] // 2
     assert status["plan_id"]
-    assert status["config_hash"]
+    served = ServeConfig.model_validate(status["config"])
+    assert served.ranks == 2
+    assert served.config_hash == status["config_hash"]
 
 
 def test_an_answer_has_one_request_id_the_clients_if_it_sent_one(healthy):

@@ -77,6 +77,13 @@ def test_each_sign_has_its_severity(
     assert bool(found.remedy) is (severity is not Severity.OK)
 
 
+def test_a_gpu_has_its_own_tool_and_loses_no_memory_to_ecc(stub: Any, one: One) -> None:
+    chip = replace(CHIP, ecc_enabled=True, temperature_celsius=None)
+    findings = stub.examine(reading=replace(reading(chip), source="nvml"))
+    assert one(findings, "chips.ecc", NAME).severity is Severity.OK
+    assert one(findings, "chips.temperature", NAME).remedy == "nvidia-smi -q -i 32768"
+
+
 def test_who_holds_memory_is_named_and_left_alone(stub: Any, one: One, errors: Errors) -> None:
     stub.write("proc/4242/comm", "ray::RankWorker\n")
     chip = replace(CHIP, processes=((4242, 40 * GIB), (77, GIB)))
