@@ -92,6 +92,16 @@ def test_a_query_that_fails_costs_its_fields_only(smi: FakeSmi, recorded: Record
     assert readings[-1].chips[0].processes == ((481516, 38912 * MIB),)
 
 
+def test_a_slow_program_is_asked_for_its_table_only(
+    smi: FakeSmi, recorded: Recorded, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("rank_worker.device_sensors.smi.SLOW_S", 0.0)
+    smi.answers(**two_cards(recorded))
+    source = SmiSource(smi.program())
+    assert [len(source.read().chips) for _ in range(3)] == [4, 4, 4]
+    assert smi.calls() == ["info"] * 3
+
+
 def test_queries_rest_after_their_round_and_old_answers_go(
     smi: FakeSmi, recorded: Recorded
 ) -> None:
