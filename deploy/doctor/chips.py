@@ -26,7 +26,7 @@ def check_chips(machine: Machine, reading: NodeReading | None, num_files: int) -
             id="chips.sensors",
             severity=Severity.WARNING if num_files else Severity.ABSENT,
             found=told,
-            expected="npu-smi, or nvidia-ml-py for CUDA",
+            expected="DCMI or npu-smi, nvidia-ml-py for CUDA",
             source="heat, health and memory are read by them",
             remedy="run npu-smi info, in a container mount it; for CUDA pip install 'nrank[cuda]'",
         )

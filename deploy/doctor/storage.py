@@ -60,6 +60,8 @@ def _model_place(machine: Machine, model_dir: str) -> Finding:
     path = str(Path(model_dir).resolve())
     point, kind = mount_of(machine, path)
     told = f"{path} on {kind or 'an unknown file system'} ({point or 'no mount point'})"
+    if room := _room(machine, path):
+        told += f", {room[0] / GIB:.1f} GiB free"
     slow = {
         "a network": kind in NETWORK,
         "memory, which ranks need": kind in IN_MEMORY,

@@ -35,6 +35,21 @@ CHIP = ChipReading(
 NAME = "card 32768 chip 1"
 
 
+class Scripted:
+    """A source that always says the same."""
+
+    def __init__(self, name: str, answer: NodeReading) -> None:
+        self.name, self.answer = name, answer
+        self.was_read = self.was_closed = False
+
+    def read(self) -> NodeReading:
+        self.was_read = True
+        return self.answer
+
+    def close(self) -> None:
+        self.was_closed = True
+
+
 def reading(*chips: ChipReading, error: str | None = None) -> NodeReading:
     return NodeReading(0.0, 0.0, "npu-smi", chips, (CardReading(32768),), error)
 
@@ -131,6 +146,23 @@ def test_the_doctor_reads_npu_smi_by_itself(
 
 
 def test_a_machine_without_a_tool_has_no_reading(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(sensors, "find_program", lambda: None)
+    monkeypatch.setattr(sensors, "find_sources", lambda _: [])
     assert sensors.read_sensors("npu") is None
-    assert sensors.read_sensors("cpu") is None
+
+
+def test_a_source_that_fails_leaves_it_to_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    def use(*sources: Scripted) -> NodeReading | None:
+        monkeypatch.setattr(sensors, "find_sources", lambda _: list(sources))
+        found = sensors.read_sensors("npu")
+        assert not [source.name for source in sources if source.was_read and not source.was_closed]
+        return found
+
+    broken = Scripted("dcmi", reading(error="the library crashed"))
+    works = Scripted("npu-smi", reading(CHIP))
+    other = Scripted("nvml", reading(CHIP))
+    assert use(broken, works, other) == works.answer
+    failed = use(broken, Scripted("npu-smi", reading()), other)
+    assert failed is not None
+    assert failed.error == "the library crashed; also: npu-smi found no chip"
+    assert use(other) is None
+    assert not other.was_read
