@@ -10,8 +10,10 @@ from pathlib import Path
 
 import pytest
 
+from deploy.doctor import checks
 from deploy.doctor.checks import Question, run_checks
 from deploy.doctor.finding import Finding, Severity
+from deploy.doctor.imports import check_imports
 from deploy.doctor.machine import Machine
 from rank_worker.device_sensors.reading import NodeReading
 
@@ -137,8 +139,16 @@ class Stub:
 
 
 @pytest.fixture
-def stub(tmp_path: Path) -> Stub:
-    """A healthy machine for --device npu: nothing has to be fixed."""
+def loading_stub(stub: Stub, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """The same machine, whose packages are also imported, each in a process of its own."""
+    monkeypatch.setattr(checks, "check_imports", check_imports)
+    return stub
+
+
+@pytest.fixture
+def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stub:
+    """A healthy machine for --device npu: nothing has to be fixed. No process is started."""
+    monkeypatch.setattr(checks, "check_imports", lambda *_: ())
     made = Stub(tmp_path / "root", tmp_path / "site-packages")
     for name, version in PACKAGES.items():
         made.install(name, version)

@@ -89,7 +89,7 @@ def test_bad_input_of_the_doctor_is_one_line(
     assert err.count("\n") == 1
 
 
-@pytest.mark.parametrize("device", ["cpu", "npu", "cuda"])
+@pytest.mark.parametrize("device", ["cpu", "npu"])
 def test_the_doctor_works_where_nothing_can_be_imported(device: str) -> None:
     blocked = ["torch", "torch_npu", "ray", "numpy", "transformers", "pydantic", "yaml"]
     code = (

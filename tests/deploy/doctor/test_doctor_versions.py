@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import os
+import subprocess
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from deploy.doctor import imports
 from deploy.doctor.compatibility import RELEASES, judge_cann
 from deploy.doctor.finding import Finding, Severity
 from deploy.doctor.packages import check_python
@@ -20,11 +23,14 @@ FIRMWARE = "usr/local/Ascend/firmware/version.info"
 CANN = "usr/local/Ascend/cann-9.1.0"
 
 
-def test_a_machine_whose_parts_fit_has_nothing_to_fix(stub: Any, errors: Errors) -> None:
-    findings = stub.examine()
+def test_a_machine_whose_parts_fit_has_nothing_to_fix(loading_stub: Any, errors: Errors) -> None:
+    findings = loading_stub.examine()
     assert not errors(findings)
     others = {f.id for f in findings if f.severity is not Severity.OK}
-    assert others == {"nrank.backend", "chips.sensors"}  # no backend yet, and no sensor in a stub
+    assert others == {
+        "nrank.backend",
+        "chips.sensors",
+    }  # no backend yet, and no sensor in a loading_stub
 
 
 def test_every_finding_that_is_not_ok_says_what_to_do(stub: Any) -> None:
@@ -121,19 +127,43 @@ def test_a_package_of_another_version_than_ours_has_to_be_fixed(
     assert one(findings, "packages.version", "ray").expected == "ray<2.61,>=2.60"
 
 
-def test_what_the_loader_said_is_kept(stub: Any, errors: Errors, one: One) -> None:
+def test_what_the_loader_said_is_kept(loading_stub: Any, errors: Errors, one: One) -> None:
     told = "libatb.so: cannot open shared object file: No such file or directory"
-    stub.install("torch_npu", "2.13.0", code=f"raise OSError({told!r})")
-    findings = stub.examine()
+    loading_stub.install("torch_npu", "2.13.0", code=f"raise OSError({told!r})")
+    findings = loading_stub.examine()
     assert errors(findings) == {"packages.import torch_npu"}
     assert told in one(findings, "packages.import", "torch_npu").found
-    stub.install("torch_npu", "2.13.0", code="import os; os.kill(os.getpid(), 11)")
-    assert "SIGSEGV" in one(stub.examine(), "packages.import", "torch_npu").found
+    loading_stub.install("torch_npu", "2.13.0", code="import os; os.kill(os.getpid(), 11)")
+    assert "SIGSEGV" in one(loading_stub.examine(), "packages.import", "torch_npu").found
 
 
-def test_torch_npu_without_cann_is_named_as_what_breaks_torch(stub: Any, one: One) -> None:
-    stub.install("torch", "2.13.0", code="raise RuntimeError('Failed to load: torch_npu')")
-    found = one(stub.examine("cpu"), "packages.import", "torch")
+def test_an_import_that_hangs_is_ended_and_no_error(
+    loading_stub: Any, errors: Errors, one: One, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    started = tmp_path / "pid"
+    os.mkfifo(tmp_path / "never")
+    code = f"import os; open({str(started)!r}, 'w').write(str(os.getpid())); "
+    loading_stub.install("torch_npu", "2.13.0", code=code + f"open({str(tmp_path / 'never')!r})")
+    monkeypatch.setattr(imports, "MODULES", {"npu": ("torch_npu",)})
+    communicate = subprocess.Popen.communicate
+
+    def limited(process: Any, *_: Any, timeout: float | None = None) -> Any:
+        """The limit counts from the moment that the import hangs, however busy the machine is."""
+        while timeout is not None and not (started.exists() and started.read_text()):
+            assert process.poll() is None
+        return communicate(process, timeout=timeout and 0.01)
+
+    monkeypatch.setattr(subprocess.Popen, "communicate", limited)
+    findings = loading_stub.examine()
+    assert not errors(findings)
+    assert "did not end" in one(findings, "packages.import", "torch_npu").found
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(started.read_text()), 0)
+
+
+def test_torch_npu_without_cann_is_named_as_what_breaks_torch(loading_stub: Any, one: One) -> None:
+    loading_stub.install("torch", "2.13.0", code="raise RuntimeError('Failed to load: torch_npu')")
+    found = one(loading_stub.examine("cpu"), "packages.import", "torch")
     assert found.severity is Severity.ERROR
     assert "torch_npu" in found.remedy
 
