@@ -55,7 +55,7 @@ _SHAPES = (
     re.compile(r"\bhf_\w{6,}"),
     re.compile(r"\b(?:sk|pk|rk)-[\w-]{8,}"),
     re.compile(r"\b(?:gh[pousr]_|github_pat_|glpat-|xox[abeoprs]-)[\w-]{8,}"),
-    re.compile(r"\bAKIA[0-9A-Z]{12,}"),
+    re.compile(r"\bAKIA\w{8,}"),
     re.compile(r"\beyJ[\w-]{6,}\.[\w-]+\.[\w-]*"),
 )
 _URL_LOGIN = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s\"'<>]*@", re.I)

@@ -24,6 +24,7 @@ SECRET_TEXTS = [
     f"loading with hf_{PLANTED}",
     f"OpenAI sk-proj-{PLANTED}",
     f"cloned with ghp_{PLANTED}",
+    f"aws AKIA{PLANTED}",
     f"http://anna:{PLANTED}@host/path",
     f"https://{PLANTED}@host:8000/v1",
     f"redis://:pa@ss/{PLANTED}@host",
