@@ -236,8 +236,10 @@ def reachable(host: str) -> str:
 
 
 def answers(url: str) -> bool:
+    """Asked without the proxy that `http_proxy` may name: the server is our own."""
+    direct = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     try:
-        with urllib.request.urlopen(url, timeout=ASK_S) as response:
+        with direct.open(url, timeout=ASK_S) as response:
             return bool(response.status == 200)
     except (urllib.error.URLError, TimeoutError, ConnectionError):
         return False

@@ -33,8 +33,15 @@ TICK_S = 0.2
 AGENT_PORT = ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 # For the Serve of a Ray started here: a replica that misses three health checks is killed. Serve's
-# default is to ask it to drain first, which takes minutes and comes to nothing.
-SERVE_VARIABLES = {"RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1"}
+# default is to ask it to drain first, which takes minutes and comes to nothing. Requests and tokens
+# go between its processes by gRPC, a third cheaper than Ray's calls and as little bounded in size;
+# an empty `grpc_proxy` keeps it from the proxy that `http_proxy` may name.
+SERVE_VARIABLES = {
+    "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
+    "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
+    "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str((2 << 30) - 1),
+    "grpc_proxy": "",
+}
 
 
 def check_port(host: str, port: int) -> int:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import signal
+import threading
 from collections.abc import Callable
+from http.server import BaseHTTPRequestHandler, HTTPServer
 from typing import Any
 
 import pytest
@@ -140,3 +142,19 @@ def test_a_gang_that_is_not_started_again_ends_the_server_with_its_cause(
     with pytest.raises(RankError, match="rank 1 died"):
         run()
     assert world.log[-2:] == ["application ended", "Ray ended"]
+
+
+class Ready(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.send_response(200)
+        self.end_headers()
+
+
+def test_its_own_server_is_not_asked_through_a_proxy(monkeypatch):
+    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")  # nothing listens there
+    monkeypatch.delenv("no_proxy", raising=False)
+    with HTTPServer(("127.0.0.1", 0), Ready) as server:
+        thread = threading.Thread(target=server.handle_request, daemon=True)
+        thread.start()
+        assert foreground.answers(f"http://127.0.0.1:{server.server_port}/ready")
+        thread.join()
