@@ -13,6 +13,7 @@ from typing import Any, Protocol
 
 from cluster.failure import Failure
 from placement.errors import ErrorKind, NrankError
+from rank_worker.device_sensors.reading import CardReading, ChipReading
 from rank_worker.messages import EngineRequest, RankSnapshot, TokenBatch
 from rank_worker.start_report import StartReport
 
@@ -67,6 +68,23 @@ class RankStatus:
 
 
 @dataclass(frozen=True)
+class HeatStatus:
+    """What the heat guard and the sensors say. Unknown figures are None or empty."""
+
+    order: str = "run"  # run, pace, hold, cut
+    cause: str = ""  # of a hold or cut: heat, silence, hand
+    reason: str = ""
+    held_by_hand: bool = False
+    silent_ranks: tuple[int, ...] = ()  # without a temperature lately
+    held_s: dict[str, float] = field(default_factory=dict)  # cause -> seconds held so far
+    sensor_source: str = ""  # dcmi, npu-smi, nvml; empty: none answers, or none is asked
+    sensor_age_s: float | None = None
+    sensor_error: str = ""
+    chips: tuple[ChipReading, ...] = ()  # of the ranks' node
+    cards: tuple[CardReading, ...] = ()
+
+
+@dataclass(frozen=True)
 class EngineStatus:
     """What /status, /ready and /v1/models show. Token counts are 0 until the plan is made."""
 
@@ -92,6 +110,7 @@ class EngineStatus:
     last_failure: Failure | None = None  # of this server's gangs
     slowest_rank: int = -1  # while ranks load: the one that the others will wait for
     start: StartReport | None = None  # of the gang that serves now
+    heat: HeatStatus = field(default_factory=HeatStatus)
     ranks: tuple[RankStatus, ...] = ()
 
 
@@ -126,6 +145,12 @@ class EngineClient(Protocol):
 
     async def metrics_text(self) -> bytes:
         """Prometheus text format 0.0.4 of the whole gang."""
+
+    async def hold(self, reason: str) -> None:
+        """By hand: ranks rest until resume(), all state kept."""
+
+    async def resume(self) -> None:
+        """Ends a hold by hand; what the heat guard wants still holds."""
 
     async def record_http(self, endpoint: str, code: int) -> None:
         """Count one finished HTTP request."""

@@ -9,21 +9,26 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
-from collections.abc import AsyncGenerator, Callable, Mapping
+from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.client import EngineState, EngineStatus, NotServing, RankStatus
+from cluster.client import EngineState, EngineStatus, HeatStatus, NotServing, RankStatus
 from cluster.failure import public_text
 from cluster.gang import LOADING, Launcher
+from cluster.heat_watch import HeatListener, HeatWatch
+from cluster.holds import Holds
 from cluster.metrics import BuildInfo, EngineMetrics
 from cluster.rank_status import rank_status
 from cluster.session import GangListener, Session
 from cluster.streams import Stream, StreamTable
 from cluster.supervisor import RestartPolicy, Supervisor
+from cluster.thermal_guard import HeatLimits, ThermalGuard, Verdict
 from placement.config import EngineConfig
 from placement.errors import ClientError, ErrorKind, NrankError, RankError
 from placement.plan import Plan
+from rank_worker.device_sensors.reading import NodeReading
+from rank_worker.guard_word import Order
 from rank_worker.load_progress import slowest
 from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
 from rank_worker.start_report import StartReport, start_report
@@ -48,6 +53,7 @@ class CoordinatorSettings:
     drain_timeout_s: float = 30.0
     request_timeout_s: float = 0.0  # from admission to the last token; 0: none
     restart: RestartPolicy = field(default_factory=RestartPolicy)
+    heat: HeatLimits | None = None  # None: no sensors are asked
     snapshot_interval_s: float = 1.0
     model_id: str = ""
     config_hash: str = ""
@@ -69,8 +75,9 @@ class Coordinator:
         self._plan = plan
         self._settings = settings
         self._streams = StreamTable()
-        self._hold_reason = ""
-        self._cut_reason = ""
+        self._holds = Holds(time.monotonic)
+        self._reading: NodeReading | None = None
+        self._heat_task: asyncio.Task[None] | None = None
         self._draining = False
         self._start: StartReport | None = None
         self._metrics = EngineMetrics(settings.model_id, config.ranks, settings.build)
@@ -81,11 +88,17 @@ class Coordinator:
             on_ready=self._gang_ready,
             on_end=self._gang_ended,
             on_restart=self._gang_restarts,
-            has_work=self._has_work,
+            has_work=lambda: len(self._streams) > 0,
+            is_held=lambda: self._holds.order.is_still,
         )
         self._supervisor = Supervisor(
             config, make_launcher, settings.restart, listener, settings.snapshot_interval_s
         )
+        heat = HeatListener(
+            lambda: self._supervisor.gang, lambda: self._holds.order, self.observe_heat
+        )
+        guard = ThermalGuard(settings.heat) if settings.heat is not None else None
+        self._heat = HeatWatch(guard, heat)
 
     @property
     def state(self) -> EngineState:
@@ -97,9 +110,9 @@ class Coordinator:
         if not self._supervisor.ready:
             started = self._supervisor.restarts or self._supervisor.reason
             return EngineState.RESTARTING if started else EngineState.STARTING
-        if self._cut_reason:
+        if self._holds.order is Order.CUT:
             return EngineState.CUT
-        return EngineState.HOLD if self._hold_reason else EngineState.SERVING
+        return EngineState.HOLD if self._holds.order.is_still else EngineState.SERVING
 
     @property
     def capacity(self) -> int:
@@ -114,16 +127,16 @@ class Coordinator:
     def _session(self) -> Session | None:
         return self._supervisor.session
 
-    def _has_work(self) -> bool:
-        return len(self._streams) > 0 and not self._hold_reason
-
     def start(self) -> None:
         """Begins to place and load; returns at once. state and status() tell how it goes."""
         self._supervisor.start()
+        self._heat_task = asyncio.get_running_loop().create_task(self._heat.run())
 
     def check_alive(self) -> None:
         """Raises when supervision itself ended by a fault: the process must be replaced."""
         self._supervisor.check()
+        if self._heat_task is not None and self._heat_task.done():
+            self._heat_task.result()
 
     @property
     def fatal(self) -> NrankError | None:
@@ -178,7 +191,7 @@ class Coordinator:
         if state is EngineState.DRAINING:
             raise self._refusal(ErrorKind.DRAINING, "the server is shutting down")
         if state is EngineState.CUT:
-            raise self._refusal(ErrorKind.HELD, f"serving is cut: {self._cut_reason}")
+            raise self._refusal(ErrorKind.HELD, f"serving is cut: {self._holds.reason}")
         session = self._session
         if session is None or state not in (EngineState.SERVING, EngineState.HOLD):
             raise self._refusal(ErrorKind.NOT_READY, f"the engine is {state}: {self._why()}")
@@ -211,7 +224,7 @@ class Coordinator:
             f"max_queue_requests={self._settings.max_queue_requests} waiting)"
         )
         if state is EngineState.HOLD:
-            return self._refusal(ErrorKind.HELD, f"on hold ({self._hold_reason}) and {text}")
+            return self._refusal(ErrorKind.HELD, f"on hold ({self._holds.reason}) and {text}")
         return NotServing(f"{text}; retry later", ErrorKind.QUEUE_FULL, QUEUE_RETRY_S)
 
     def _refusal(self, kind: ErrorKind, text: str) -> NotServing:
@@ -257,19 +270,41 @@ class Coordinator:
             rank, phase = error.rank, error.phase
         self._metrics.observe_restart(phase or "run", (rank,) if rank >= 0 else ())
 
-    def hold(self, reason: str) -> None:
-        """New requests are queued up to the bound and not sent on, until resume()."""
-        self._hold_reason = reason
-        self._supervisor.hold(True)
+    async def hold(self, reason: str) -> None:
+        """By hand: ranks rest with all state kept, new requests queue up to the bound.
 
-    def cut(self, reason: str) -> None:
-        """Ends every stream with an error and refuses new ones, until resume()."""
-        self._cut_reason = reason
-        self._streams.fail_all(ErrorKind.HELD, f"serving is cut: {reason}")
+        Stays until resume(), whatever the heat guard does.
+        """
+        self._holds.by_hand(reason)
+        self._obey_holds()
 
-    def resume(self) -> None:
-        self._hold_reason = self._cut_reason = ""
-        self._supervisor.hold(False)
+    async def resume(self) -> None:
+        """Ends a hold by hand, and a cut that would stay; what the guard wants now still holds."""
+        self._holds.by_hand("")
+        self._heat.release()
+        self._obey_holds()
+
+    def observe_heat(
+        self, reading: NodeReading | None, verdict: Verdict, devices: Sequence[int]
+    ) -> None:
+        """What the sensors said and the guard wants: once a second while there are ranks."""
+        before = self._holds.order
+        self._reading = reading
+        self._holds.by_guard(verdict)
+        self._metrics.observe_heat(reading, verdict, devices)
+        if self._holds.order is not before:
+            self._obey_holds()
+
+    def _obey_holds(self) -> None:
+        order = self._holds.order
+        logger.log(
+            logging.WARNING if order.is_still else logging.INFO,
+            "the gang has the order %s%s", order.name, f": {self._holds.reason}" if order else "",
+        )  # fmt: skip
+        self._supervisor.hold(order.is_still)
+        if order is Order.CUT:
+            self._streams.fail_all(ErrorKind.HELD, f"serving is cut: {self._holds.reason}")
+        self._heat.wake()
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         """Refuses new requests and lets the admitted ones finish; True when all did in time."""
@@ -286,6 +321,9 @@ class Coordinator:
         """Ends the gang, whatever state it is in; returns when no rank is left."""
         self._draining = True
         await self._supervisor.stop()
+        if self._heat_task is not None:
+            self._heat_task.cancel()
+            await asyncio.wait({self._heat_task})
 
     async def stop_reached(self, request_id: str) -> None:
         for stream in self._streams.named(request_id):
@@ -308,6 +346,8 @@ class Coordinator:
             raise self._refusal(ErrorKind.RANK_FAILURE, text) from error
 
     async def metrics_text(self) -> bytes:
+        self._holds.count()
+        self._metrics.set_held(self._holds.order, self._holds.seconds)
         self._metrics.set_state(self.state)
         return self._metrics.render()
 
@@ -341,6 +381,7 @@ class Coordinator:
             last_failure=supervisor.last_failure,
             slowest_rank=late.rank if late is not None else -1,
             start=self._start,
+            heat=self._heat_status(),
             ranks=self._rank_statuses(),
         )
 
@@ -353,11 +394,28 @@ class Coordinator:
     def _status_reason(self, state: EngineState, why: str) -> str:
         reasons = {
             EngineState.SERVING: "",
-            EngineState.HOLD: self._hold_reason,
-            EngineState.CUT: self._cut_reason,
+            EngineState.HOLD: self._holds.reason,
+            EngineState.CUT: self._holds.reason,
             EngineState.DRAINING: "shutting down",
         }
         return reasons.get(state, why)
+
+    def _heat_status(self) -> HeatStatus:
+        self._holds.count()
+        reading, now_s = self._reading, time.monotonic()
+        return HeatStatus(
+            order=self._holds.order.name.lower(),
+            cause=self._holds.cause,
+            reason=self._holds.reason,
+            held_by_hand=self._holds.is_by_hand,
+            silent_ranks=self._holds.silent_ranks,
+            held_s=dict(self._holds.seconds),
+            sensor_source=(reading.source or "") if reading is not None else "",
+            sensor_age_s=reading.age_s(now_s) if reading is not None else None,
+            sensor_error=(reading.error or "") if reading is not None else "",
+            chips=reading.chips if reading is not None else (),
+            cards=reading.cards if reading is not None else (),
+        )
 
     def _loading(self) -> Mapping[int, LoadProgress]:
         """What ranks that load told last; empty before and after."""

@@ -14,6 +14,8 @@ from typing import Protocol, TypeVar
 from cluster.load_watch import LoadWatch
 from placement.config import EngineConfig
 from placement.errors import NrankError, PeerError, RankError
+from rank_worker.device_sensors.reading import NodeReading
+from rank_worker.guard_word import Order
 from rank_worker.load_progress import rank_text, slowest
 from rank_worker.messages import (
     EngineRequest,
@@ -56,6 +58,12 @@ class RankHandle(Protocol):
         """Returns after stop(); raises RankError or RankDied when the rank fails."""
 
     async def stop(self) -> None: ...
+
+    async def obey(self, order: Order) -> None:
+        """What the heat guard wants; may come at any time, also before assign()."""
+
+    async def reading(self) -> NodeReading | None:
+        """The last reading of the sensors of the rank's node; None while there is none."""
 
     async def submit(self, requests: Sequence[EngineRequest]) -> None: ...
 

@@ -15,8 +15,11 @@ from typing import TypeVar
 
 from cluster.gang import RankHandle
 from cluster.rank_factory import RankEngine, RankFactory, make_rank
+from cluster.rank_orders import RankOrders
 from placement.config import EngineConfig
 from placement.errors import RankError
+from rank_worker.device_sensors.reading import NodeReading
+from rank_worker.guard_word import Order
 from rank_worker.messages import (
     EngineRequest,
     LoadProgress,
@@ -36,6 +39,7 @@ class ThreadRank:
         self._factory = factory
         self._engine: RankEngine | None = None
         self._running: asyncio.Future[None] | None = None
+        self._orders = RankOrders()
         self._main = ThreadPoolExecutor(1, thread_name_prefix=f"rank-{index}")
         self._control = ThreadPoolExecutor(4, thread_name_prefix=f"rank-{index}-control")
         self._out = ThreadPoolExecutor(1, thread_name_prefix=f"rank-{index}-out")
@@ -56,6 +60,7 @@ class ThreadRank:
     async def assign(self, rank: int, world_size: int) -> None:
         make = self._factory
         self._engine = await self._in(self._main, lambda: make(self._config, rank, world_size))
+        self._orders.attach(self._engine)
 
     async def listen(self) -> int:
         return await self._in(self._main, lambda: self.engine.listen())
@@ -73,6 +78,12 @@ class ThreadRank:
 
     async def stop(self) -> None:
         await self._in(self._control, lambda: self.engine.stop())
+
+    async def obey(self, order: Order) -> None:
+        await self._in(self._control, lambda: self._orders.obey(order))
+
+    async def reading(self) -> NodeReading | None:
+        return await self._in(self._control, self._orders.reading)
 
     async def submit(self, requests: Sequence[EngineRequest]) -> None:
         await self._in(self._control, lambda: self.engine.submit(requests))
@@ -99,6 +110,7 @@ class ThreadRank:
             if not done:
                 return False
             self._running.exception()  # told to run()'s caller already; mark it as seen
+        self._orders.close()
         for pool in (self._main, self._control, self._out):
             pool.shutdown(wait=False)
         return True

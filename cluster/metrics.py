@@ -8,7 +8,7 @@ of HTTP routes or Ray. A figure that isn't known has no series.
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from enum import StrEnum
 
@@ -23,8 +23,12 @@ from prometheus_client import (
 from prometheus_client.metrics import MetricWrapperBase
 
 from cluster.client import EngineState
+from cluster.heat_series import HeatSeries
 from cluster.rank_series import RankSeries
+from cluster.thermal_guard import Verdict
 from placement.errors import ErrorKind
+from rank_worker.device_sensors.reading import NodeReading
+from rank_worker.guard_word import Order
 from rank_worker.messages import (
     EngineRequest,
     FinishReason,
@@ -72,6 +76,7 @@ E2E_BUCKETS_S = (
 _C, _G, _H, _S = MetricType.COUNTER, MetricType.GAUGE, MetricType.HISTOGRAM, MetricType.SUMMARY
 _MODEL = ("model_name",)
 _RANK = ("rank",)
+_CHIP = ("rank", "card", "chip")  # rank is empty for a chip that no rank runs on
 
 METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("nrank_build_info", _G, "1; what runs", ("version", "git_sha", "backend", "torch")),
@@ -219,6 +224,21 @@ METRICS: tuple[MetricSpec, ...] = (
         _RANK,
         "seconds",
     ),
+    MetricSpec("nrank_heat_order", _G, "1 for what ranks may do: run, pace, hold, cut", ("order",)),
+    MetricSpec("nrank_hold_seconds_total", _C, "Time at rest, by what held", ("cause",), "seconds"),
+    MetricSpec("nrank_sensor_silent_ranks", _G, "Ranks whose chip tells no temperature"),
+    MetricSpec("nrank_sensor_age_seconds", _G, "Of the last reading", unit="seconds"),
+    MetricSpec("nrank_chip_temperature_celsius", _G, "Of the chip", _CHIP, "celsius"),
+    MetricSpec("nrank_chip_shutdown_celsius", _G, "Where the card ends it", _CHIP, "celsius"),
+    MetricSpec("nrank_chip_memory_used_bytes", _G, "By all processes", _CHIP, "bytes"),
+    MetricSpec("nrank_chip_memory_total_bytes", _G, "As the driver tells", _CHIP, "bytes"),
+    MetricSpec("nrank_chip_core_utilisation_ratio", _G, "0..1", _CHIP, "ratio"),
+    MetricSpec("nrank_chip_bandwidth_utilisation_ratio", _G, "0..1", _CHIP, "ratio"),
+    MetricSpec("nrank_chip_health", _G, "1 for the driver's word", (*_CHIP, "state")),
+    MetricSpec("nrank_chip_error_codes", _G, "Error codes that the driver shows", _CHIP),
+    MetricSpec("nrank_chip_ecc_enabled", _G, "1: memory is checked", _CHIP),
+    MetricSpec("nrank_chip_ecc_errors_total", _C, "Since the driver started", (*_CHIP, "kind")),
+    MetricSpec("nrank_card_power_watts", _G, "Of the whole card", ("card",), "watts"),
 )
 
 
@@ -254,12 +274,15 @@ class EngineMetrics:
         self._model = model_name
         self._running: dict[str, _Clock] = {}
         self._registry = CollectorRegistry()
+        collected = RankSeries.NAMES | HeatSeries.NAMES
         self._families = {
-            spec.name: self._make(spec) for spec in METRICS if spec.name not in RankSeries.NAMES
+            spec.name: self._make(spec) for spec in METRICS if spec.name not in collected
         }
         help_of = {spec.name: spec.help for spec in METRICS}
         self._ranks = RankSeries(model_name, world_size, RANK_SILENT_S, clock, help_of.__getitem__)
         self._registry.register(self._ranks)
+        self._heat = HeatSeries(time.monotonic, help_of.__getitem__)
+        self._registry.register(self._heat)
         build = build or BuildInfo()
         info = (build.version, build.git_sha, build.backend, build.torch)
         self._gauge("nrank_build_info", *info).set(1)
@@ -276,6 +299,16 @@ class EngineMetrics:
     def update_load(self, epoch: int, ranks: Iterable[LoadProgress]) -> None:
         """Take how far ranks have loaded, from the same ranks that will send snapshots."""
         self._ranks.update_load(epoch, ranks)
+
+    def observe_heat(
+        self, reading: NodeReading | None, verdict: Verdict, devices: Sequence[int]
+    ) -> None:
+        """Once a second: `devices[rank]` is the physical chip of a rank."""
+        self._heat.observe(reading, verdict, devices)
+
+    def set_held(self, order: Order, seconds: Mapping[str, float]) -> None:
+        """What ranks may do now, and seconds at rest so far by cause."""
+        self._heat.order, self._heat.held_s = order, dict(seconds)
 
     def set_state(self, state: EngineState) -> None:
         for name in EngineState:

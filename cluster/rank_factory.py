@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Protocol
 
 from placement.config import EngineConfig
+from rank_worker.guard_word import Order
 from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
 
 
@@ -32,6 +33,8 @@ class RankEngine(Protocol):
     def abort(self, request_ids: Sequence[str]) -> None: ...
 
     def stop(self) -> None: ...
+
+    def obey(self, order: Order) -> None: ...
 
     def poll_outputs(self, timeout_s: float) -> tuple[TokenBatch, ...]: ...
 

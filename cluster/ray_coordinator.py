@@ -98,11 +98,12 @@ class CoordinatorReplica:
         """Serve tells a replica nothing before it kills it: streams would be cut without a word.
 
         Serve waits for them, too, but longer than `drain_timeout_s`, so an error event gets out.
+        Asking costs both sides tens of milliseconds, so nobody asks while there is no stream.
         """
         app = serve.get_replica_context().app_name
         while True:
             await asyncio.sleep(DELETED_S)
-            if await asyncio.to_thread(_is_deleted, app):
+            if self._coordinator.admitted and await asyncio.to_thread(_is_deleted, app):
                 await self._coordinator.drain()
                 return
 
@@ -151,6 +152,12 @@ class CoordinatorReplica:
         for (endpoint, code), count in counts.items():
             for _ in range(count):
                 await self._coordinator.record_http(endpoint, code)
+
+    async def hold(self, reason: str) -> None:
+        await self._coordinator.hold(reason)
+
+    async def resume(self) -> None:
+        await self._coordinator.resume()
 
     async def drain(self, timeout_s: float | None = None) -> bool:
         return await self._coordinator.drain(timeout_s)
@@ -261,6 +268,12 @@ class RemoteEngine:
         if isinstance(answer, Refusal):
             raise answer.error()
         return answer  # type: ignore[no-any-return]
+
+    async def hold(self, reason: str) -> None:
+        await self._ask(self._handle.hold.remote(reason))
+
+    async def resume(self) -> None:
+        await self._ask(self._handle.resume.remote())
 
     async def metrics_text(self) -> bytes:
         await self._tell_http()

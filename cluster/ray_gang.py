@@ -24,9 +24,12 @@ from cluster.failure import last_words, own_log_path
 from cluster.gang import RankDied, RankHandle, run_phase
 from cluster.output_window import OutputWindow
 from cluster.rank_factory import RankEngine, RankFactory, make_rank
+from cluster.rank_orders import RankOrders
 from placement.config import EngineConfig
 from placement.errors import ConfigError, NrankError, RankError
 from placement.topology import ChipProfile, emulated_topology, number_ranks
+from rank_worker.device_sensors.reading import NodeReading
+from rank_worker.guard_word import Order
 from rank_worker.messages import (
     EngineRequest,
     LoadProgress,
@@ -52,6 +55,7 @@ class RankWorker:
         self._engine: RankEngine | None = None
         self._name = f"rank on bundle {bundle}"
         self._window = OutputWindow()
+        self._orders = RankOrders()
 
     @property
     def engine(self) -> RankEngine:
@@ -71,6 +75,7 @@ class RankWorker:
         self._name = f"rank {rank} of {world_size}"
         with self._last_words():
             self._engine = factory(self._config, rank, world_size)
+        self._orders.attach(self._engine)
 
     def listen(self) -> int:
         with self._last_words():
@@ -107,6 +112,14 @@ class RankWorker:
     @ray.method(concurrency_group="control")
     def stop(self) -> None:
         self.engine.stop()
+
+    @ray.method(concurrency_group="control")
+    def obey(self, order: Order) -> None:
+        self._orders.obey(order)
+
+    @ray.method(concurrency_group="control")
+    def reading(self) -> NodeReading | None:
+        return self._orders.reading()
 
     @ray.method(concurrency_group="control")
     def submit(self, requests: Sequence[EngineRequest]) -> None:
@@ -180,6 +193,12 @@ class RayRank:
 
     async def stop(self) -> None:
         await self._ask(self.actor.stop.remote())
+
+    async def obey(self, order: Order) -> None:
+        await self._ask(self.actor.obey.remote(order))
+
+    async def reading(self) -> NodeReading | None:
+        return await self._ask(self.actor.reading.remote())
 
     async def submit(self, requests: Sequence[EngineRequest]) -> None:
         await self._ask(self.actor.submit.remote(requests))

@@ -17,6 +17,7 @@ from placement.errors import NrankError, PeerError, RankError
 from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
 
 POLL_S = 1.0  # an idle poll for outputs returns after this time
+START_CHECK_S = 0.5  # a start looks at its deadline at this interval
 PROBE_ID = "nrank-first-step"
 PROBE = EngineRequest(PROBE_ID, prompt_ids=(0,), max_tokens=1, ignore_eos=True)
 
@@ -35,6 +36,7 @@ class GangListener:
     on_end: Callable[[NrankError | None], None]
     on_restart: Callable[[NrankError], None]
     has_work: Callable[[], bool]
+    is_held: Callable[[], bool]  # by the heat guard or by hand: nothing is late then
 
 
 class Session:
@@ -132,16 +134,24 @@ class Session:
         """Readiness is one step committed by every rank, made by a request of one token."""
         await self._gang.leader.submit((PROBE,))  # past the outbox, which may be on hold
         timeout_s = self._config.start_timeout_s
+        step = asyncio.ensure_future(self._first_step_everywhere())
+        left_s, since_s = timeout_s, time.monotonic()
         try:
-            async with asyncio.timeout(timeout_s):
-                await self._probe_done.wait()
-                await self._first_step_everywhere()
-        except TimeoutError:
-            raise RankError(self._late(timeout_s), phase="warm-up") from None
+            while left_s > 0 and not step.done():
+                await asyncio.wait({step}, timeout=min(left_s, START_CHECK_S))
+                now_s = time.monotonic()
+                left_s -= 0.0 if self._listener.is_held() else now_s - since_s
+                since_s = now_s
+            if not step.done():
+                raise RankError(self._late(timeout_s), phase="warm-up")
+            step.result()
+        finally:
+            step.cancel()
         self.ready.set()
         self._on_ready()
 
     async def _first_step_everywhere(self) -> None:
+        await self._probe_done.wait()
         while True:
             if all(snapshot.step >= 1 for snapshot in await self.refresh()):
                 return
@@ -165,6 +175,7 @@ class Session:
         while True:
             await asyncio.sleep(min(self._interval_s, self._config.step_timeout_s / 4))
             working = self._listener.has_work() or not self.ready.is_set()
+            working = working and not self._listener.is_held()
             error = self._watch.verdict(time.monotonic(), working)
             if error is not None:
                 raise error

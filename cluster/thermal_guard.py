@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from rank_worker.device_sensors.reading import ChipReading, NodeReading
 from rank_worker.guard_word import Order
 
+HEAT, SILENCE = "heat", "silence"
 SHUTDOWN_MARGIN_CELSIUS = 4.0  # below a card's own shutdown threshold we cut at the latest
 HOLD_MARGIN_CELSIUS = 2.0  # and hold so far below the cut
 RESUME_MARGIN_CELSIUS = 4.0  # and resume so far below the hold
@@ -50,6 +51,7 @@ class Verdict:
 
     order: Order = Order.RUN
     reason: str = ""  # of a HOLD or CUT: one line
+    cause: str = ""  # of the same: HEAT or SILENCE
     silent_ranks: tuple[int, ...] = ()
 
 
@@ -77,15 +79,15 @@ class ThermalGuard:
         self._judge(chips, is_whole=len(chips) == len(devices))
         silent = tuple(rank for rank in silence if rank not in chips)
         longest = max((silence[rank] for rank in silent), default=0.0)
-        order, reason = self._heat, self._heat_reason
+        order, reason, cause = self._heat, self._heat_reason, HEAT if self._heat else ""
         if self.limits.hold_when_silent and longest >= self.limits.silence_s and order < Order.HOLD:
             why = f": {reading.error}" if reading is not None and reading.error else ""
             names = ", ".join(map(str, silent))
-            order = Order.HOLD
+            order, cause = Order.HOLD, SILENCE
             reason = f"no temperature of rank(s) {names} for {longest:.0f} s{why}"
         if order is Order.RUN and any(_is_warm(chip, self.limits) for chip in chips.values()):
             order = Order.PACE
-        return Verdict(order, reason, silent)
+        return Verdict(order, reason, cause, silent)
 
     def release(self) -> None:
         """By hand: a cut that would stay ends as soon as all chips are cool."""

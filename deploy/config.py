@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
 from pydantic_core import ErrorDetails
 
 from deploy.defaults import EMBEDDED_MODEL, EMBEDDED_RANKS, default_drafts, default_dtype
@@ -59,6 +59,14 @@ class ServeConfig(BaseModel):
     step_timeout_s: float = Field(20.0, gt=0)
     master_address: str = "127.0.0.1"
 
+    sensors: Literal["auto", "on", "off"] = "auto"  # auto: on every device but cpu
+    hold_celsius: float = Field(94.0, gt=0)  # a chip so hot brings all ranks to rest
+    resume_celsius: float = Field(85.0, gt=0)  # until every chip is so cool
+    cut_celsius: float = Field(96.0, gt=0)  # running answers end with an error
+    silence_s: float = Field(30.0, gt=0)  # so long without a temperature brings them to rest, too
+    hold_when_silent: bool = True
+    stay_down_after_cut: bool = False  # until resumed by hand
+
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
     ray_address: str = ""  # empty: start a local Ray
@@ -70,6 +78,16 @@ class ServeConfig(BaseModel):
     request_timeout_s: float = Field(0.0, ge=0)  # from admission to the last token; 0: none
     restart_limit: int = Field(5, ge=0)
     restart_backoff_s: float = Field(1.0, ge=0)
+
+    @model_validator(mode="after")
+    def _celsius_in_order(self) -> ServeConfig:
+        if not self.resume_celsius < self.hold_celsius < self.cut_celsius:
+            raise ValueError(
+                f"resume_celsius={self.resume_celsius:g} must lie below "
+                f"hold_celsius={self.hold_celsius:g}, and that below "
+                f"cut_celsius={self.cut_celsius:g}"
+            )
+        return self
 
     def resolved(self) -> ServeConfig:
         """The same with every "choose" that needs no device filled in."""
@@ -142,5 +160,7 @@ def _refuse_unknown(keys: Iterable[str], source: str) -> None:
 
 def _first_line(errors: list[ErrorDetails], source: str) -> str:
     first = errors[0]
+    if not first["loc"]:  # between keys: the message names them
+        return f"{source}: {first['msg'].removeprefix('Value error, ')}"
     key = ".".join(map(str, first["loc"]))
     return f"{source}: {key} = {first['input']!r}: {first['msg']}"

@@ -7,6 +7,7 @@ names, or serves the embedded model.
 from __future__ import annotations
 
 import os
+from dataclasses import fields
 from typing import Any
 
 from ray.serve import Application
@@ -18,6 +19,7 @@ from cluster.protocol import MAX_CHOICES
 from cluster.ray_coordinator import coordinator_deployment
 from cluster.ray_ingress import ingress_deployment
 from cluster.supervisor import RestartPolicy
+from cluster.thermal_guard import HeatLimits
 from deploy.config import ServeConfig, load_config
 from deploy.version import git_revision, package_version
 
@@ -29,6 +31,14 @@ def resource_of(config: ServeConfig) -> str:
     return config.resource_name or RESOURCES[config.device]
 
 
+def heat_limits(config: ServeConfig) -> HeatLimits | None:
+    """None where no sensors are asked: on a CPU, unless they are asked for."""
+    if config.sensors == "off" or (config.sensors == "auto" and config.device == "cpu"):
+        return None
+    names = {field.name for field in fields(HeatLimits)}
+    return HeatLimits(**{name: getattr(config, name) for name in names})
+
+
 def settings_of(config: ServeConfig) -> CoordinatorSettings:
     build = BuildInfo(
         package_version("nrank"), git_revision(), config.device, package_version("torch")
@@ -38,6 +48,7 @@ def settings_of(config: ServeConfig) -> CoordinatorSettings:
         drain_timeout_s=config.drain_timeout_s,
         request_timeout_s=config.request_timeout_s,
         restart=RestartPolicy(config.restart_limit, config.restart_backoff_s),
+        heat=heat_limits(config),
         model_id=config.model_name,
         config_hash=config.config_hash,
         config=config.resolved().model_dump(),

@@ -15,6 +15,8 @@ from cluster.coordinator import Coordinator, CoordinatorSettings
 from cluster.gang import RankDied, RankHandle
 from cluster.supervisor import RestartPolicy
 from placement.config import EngineConfig
+from rank_worker.device_sensors.reading import NodeReading
+from rank_worker.guard_word import Order
 from rank_worker.messages import (
     EngineRequest,
     FinishReason,
@@ -71,6 +73,7 @@ class Script:
     """What the gangs of one test are to do. Faults are keyed (life, phase, rank)."""
 
     faults: dict[tuple[int, str, int], BaseException] = field(default_factory=dict)
+    reading: NodeReading | None = None
     hangs: set[tuple[int, str, int]] = field(default_factory=set)
     stepless: set[int] = field(default_factory=set)  # ranks that commit no step
     loaded: dict[int, int] = field(
@@ -88,6 +91,10 @@ class Script:
         await asyncio.sleep(0)
         if key in self.faults:
             raise self.faults[key]
+
+    def count(self, phase: str) -> int:
+        """Calls of it in all lives, by all ranks."""
+        return sum(reached == phase for _, reached, _ in self.reached)
 
     @property
     def gang(self) -> FakeGang:
@@ -107,6 +114,8 @@ class FakeGang:
         self.outputs: deque[TokenBatch] = deque()
         self.go = asyncio.Event()  # cleared: the loop stands between two steps
         self.go.set()
+        self.cool = asyncio.Event()  # cleared by an order to rest
+        self.cool.set()
         self.work, self.output_ready = asyncio.Event(), asyncio.Event()
         self.stopped, self.killed = asyncio.Event(), asyncio.Event()
         self.step = 0
@@ -127,6 +136,7 @@ class FakeGang:
         while not self.stopped.is_set():
             await self.work.wait()
             await self.go.wait()
+            await self.cool.wait()
             await asyncio.sleep(0)
             self.take_step()
             if not self.running and not self.waiting and not self.stopped.is_set():
@@ -165,6 +175,7 @@ class FakeRank:
     def __init__(self, gang: FakeGang, index: int) -> None:
         self.gang, self.index = gang, index
         self.identity = RankIdentity(1000 + index, "node", index, "127.0.0.1")
+        self.orders: list[Order] = []
         self.ended = asyncio.Event()
         self.silent = False
         self.error: BaseException | None = None
@@ -213,6 +224,17 @@ class FakeRank:
         await self.phase("stop")
         self.gang.stopped.set()
         self.gang.work.set()
+
+    async def obey(self, order: Order) -> None:
+        await self.phase("obey")
+        self.orders.append(order)
+        if self.index == 0:
+            (self.gang.cool.clear if order.is_still else self.gang.cool.set)()
+
+    async def reading(self) -> NodeReading | None:
+        await self.phase("reading")
+        assert self.index == 0, "one rank speaks for the node"
+        return self.gang.script.reading
 
     async def submit(self, requests: Sequence[EngineRequest]) -> None:
         await self.phase("submit")
@@ -283,6 +305,7 @@ class Desk:
         self.settings = CoordinatorSettings(
             max_queue_requests=changes.get("max_queue_requests", 3),
             request_timeout_s=changes.get("request_timeout_s", 0.0),
+            heat=changes.get("heat"),
             restart=RestartPolicy(**{"backoff_s": 0.001, **policy}),
             snapshot_interval_s=0.005,
             model_id="fake",

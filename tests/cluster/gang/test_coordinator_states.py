@@ -7,7 +7,9 @@ import asyncio
 import pytest
 
 from cluster.client import EngineState, NotServing
+from cluster.thermal_guard import Verdict
 from placement.errors import CheckpointError, ClientError, ErrorKind, RankError
+from rank_worker.guard_word import Order
 
 
 async def refused(desk) -> NotServing:
@@ -79,17 +81,17 @@ def test_hold_queues_to_the_bound_then_refuses_and_resume_runs_what_waited(desk,
     async def body():
         async with desk(max_queue_requests=1) as table:
             await table.serving()
-            table.coordinator.hold("chip 0 at 94 C")
+            await table.coordinator.hold("by hand")
             readers = [
                 asyncio.ensure_future(table.tokens(table.request(f"r{i}"))) for i in range(5)
             ]
             await table.until(lambda: table.coordinator.admitted == 5)
             status = await table.coordinator.status()
             assert (status.state, status.ready) == (EngineState.HOLD, False)
-            assert status.reason == "chip 0 at 94 C"
+            assert status.reason == "by hand"
             assert (await refused(table)).kind is ErrorKind.HELD
             assert not table.script.gang.running
-            table.coordinator.resume()
+            await table.coordinator.resume()
             assert [len(t) for t in await asyncio.gather(*readers)] == [5] * 5
 
     drive(body())
@@ -101,12 +103,12 @@ def test_cut_ends_streams_with_an_error_frees_the_ranks_and_refuses(desk, drive)
             await table.serving()
             stream = table.coordinator.generate(table.request(max_tokens=900))
             assert (await anext(stream)).finish_reason is None
-            table.coordinator.cut("chip 1 at 96 C")
+            table.coordinator.observe_heat(None, Verdict(Order.CUT, "hot", "heat"), (0, 1))
             batches = [batch async for batch in stream]
             assert batches[-1].error_kind == ErrorKind.HELD
             assert (await refused(table)).kind is ErrorKind.HELD
             await table.until(lambda: not table.script.gang.running)
-            table.coordinator.resume()
+            table.coordinator.observe_heat(None, Verdict(), (0, 1))
             assert len(await table.tokens(table.request())) == 5
 
     drive(body())

@@ -86,13 +86,13 @@ def test_a_request_cancelled_before_it_was_sent_never_reaches_a_rank(desk, drive
     async def body():
         async with desk() as table:
             await table.serving()
-            table.coordinator.hold("by hand")
+            await table.coordinator.hold("by hand")
             task = asyncio.ensure_future(table.tokens(table.request("never")))
             await table.until(lambda: table.coordinator.admitted == 1)
             task.cancel()
             with pytest.raises(asyncio.CancelledError):
                 await task
-            table.coordinator.resume()
+            await table.coordinator.resume()
             await table.tokens(table.request("after"))
             names = list(table.script.gang.requests)
             assert not any("never" in name for name in names)

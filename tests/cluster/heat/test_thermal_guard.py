@@ -66,6 +66,7 @@ def test_a_jump_past_both_limits_cuts_at_once() -> None:
 def test_the_reason_names_chip_rank_value_and_limit() -> None:
     guard = ThermalGuard()
     verdict = guard.observe(node(50, 94.5, 60, 60), (3, 2, 1, 0), 0)
+    assert verdict.cause == "heat"
     assert verdict.reason == "chip 1.1 (rank 2) is at 94.5 °C, hold_celsius=94"
     assert guard.observe(node(97, 50, 50, 50), (3, 2, 1, 0), 1).reason == (
         "chip 1.0 (rank 3) is at 97 °C, cut_celsius=96"
@@ -94,6 +95,7 @@ def test_thirty_seconds_without_a_temperature_hold(lost: NodeReading | None) -> 
     assert all(1 in v.silent_ranks for v in verdicts), "the alarm comes at once"
     assert "no temperature of rank(s)" in verdicts[-1].reason
     assert "for 31 s" in verdicts[-1].reason
+    assert verdicts[-1].cause == "silence"
     if lost is not None and lost.error:
         assert lost.error in verdicts[-1].reason
     assert guard.observe(node(90, 90, 90, 90), DEVICES, 32) == Verdict(PACE)
@@ -108,7 +110,7 @@ def test_sensors_that_never_spoke_hold_after_the_same_time() -> None:
 def test_silence_is_only_an_alarm_where_so_configured() -> None:
     guard = ThermalGuard(HeatLimits(hold_when_silent=False))
     guard.observe(None, DEVICES, 0)
-    assert guard.observe(None, DEVICES, 99) == Verdict(RUN, "", DEVICES)
+    assert guard.observe(None, DEVICES, 99) == Verdict(silent_ranks=DEVICES)
 
 
 def test_silence_neither_ends_a_cut_nor_softens_it() -> None:
