@@ -54,7 +54,8 @@ class FaultyCoordinator(CoordinatorReplica):
         def fault(_: Any) -> None:
             raise ValueError("on purpose")
 
-        self._coordinator._metrics.update_snapshots = fault  # type: ignore[method-assign]
+        metrics: Any = self._coordinator._metrics
+        metrics.update_snapshots = metrics.observe_batch = fault
         gang = self._coordinator._supervisor.gang
         if gang is not None and gang._watch is not None:
             gang._watch._on_progress = fault
