@@ -98,7 +98,8 @@ class FaultServer:
         go_ahead(self.orders).touch()
 
     def wait_obeyed(self) -> None:
-        self.server.until("obedience", lambda: not self.orders.exists())
+        paths = (self.orders, handed_on(self.orders))  # in this order: it goes from one to the other
+        self.server.until("obedience", lambda: not any(path.exists() for path in paths))
 
     def is_replaced(self, before: Trace) -> bool:
         """Whether another coordinator has another gang."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import time
 from typing import Any
 
@@ -35,7 +36,7 @@ class FaultyCoordinator(CoordinatorReplica):
         while True:
             await asyncio.sleep(LOOK_S)
             try:
-                act = self._order.read_text()
+                act = json.loads(self._order.read_text())["act"]
                 self._order.unlink()
             except FileNotFoundError:
                 continue

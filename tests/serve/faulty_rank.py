@@ -59,7 +59,9 @@ class Order:
         return self.is_coordinators and self.act not in SIGNALS
 
     def give(self, path: Path) -> None:
-        _write(path, json.dumps(asdict(self)))
+        written = path.with_suffix(".new")
+        written.write_text(json.dumps(asdict(self)))
+        written.rename(path)
 
 
 @dataclass(frozen=True)
@@ -125,9 +127,7 @@ class FaultyRank(Rank):
         if order.act in SIGNALS:
             os.kill(order.pid or os.getpid(), SIGNALS[order.act])
         elif order.is_handed_on:
-            _write(handed_on(self._orders), order.act)
             _wait(lambda: not handed_on(self._orders).exists())
-            self._orders.unlink()
         elif order.act == "hold":
             _wait(go_ahead(self._orders).exists)
         elif order.act == "raise":
@@ -145,18 +145,11 @@ class FaultyRank(Rank):
             order = Order(**json.loads(self._orders.read_text()))
             if (order.phase, order.rank) != (phase, self.rank):
                 return None
-            if not order.is_handed_on:
-                self._orders.rename(self._orders.with_suffix(".taken"))
+            taken = self._orders.with_suffix(".taken")
+            self._orders.rename(handed_on(self._orders) if order.is_handed_on else taken)
         except FileNotFoundError:
             return None
         return order
-
-
-def _write(path: Path, text: str) -> None:
-    """Whole or not at all: the other side looks at any moment."""
-    written = path.with_suffix(".new")
-    written.write_text(text)
-    written.rename(path)
 
 
 def _wait(condition: Callable[[], bool]) -> None:
