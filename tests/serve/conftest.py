@@ -17,6 +17,7 @@ import httpx
 import pytest
 
 from tests.serve.front import Front
+from tests.serve.scripted_sensor import ScriptedSensor
 
 NUM_CHIPS = 6
 RANKS = 2
@@ -41,12 +42,19 @@ def ray_token(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 
 
 @pytest.fixture(scope="session")
-def cluster(ray_token: Path) -> Iterator[None]:
+def sensor(tmp_path_factory: pytest.TempPathFactory) -> ScriptedSensor:
+    """The `npu-smi` of this session's Ray."""
+    return ScriptedSensor(tmp_path_factory.mktemp("sensor"), NUM_CHIPS)
+
+
+@pytest.fixture(scope="session")
+def cluster(ray_token: Path, sensor: ScriptedSensor) -> Iterator[None]:
     import ray
 
     from deploy.local_ray import SERVE_VARIABLES
 
     os.environ.update(SERVE_VARIABLES)
+    os.environ["PATH"] = f"{sensor.folder}{os.pathsep}{os.environ['PATH']}"
     logging.getLogger("ray._private.accelerators.npu").setLevel(logging.CRITICAL)
     ray.init(
         address="local",
