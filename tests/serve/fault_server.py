@@ -98,7 +98,7 @@ class FaultServer:
         go_ahead(self.orders).touch()
 
     def wait_obeyed(self) -> None:
-        paths = (self.orders, handed_on(self.orders))  # in this order: it goes from one to the other
+        paths = (self.orders, handed_on(self.orders))  # it may go from the first to the second
         self.server.until("obedience", lambda: not any(path.exists() for path in paths))
 
     def is_replaced(self, before: Trace) -> bool:
