@@ -12,16 +12,19 @@ import logging
 import time
 import uuid
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response
+from pydantic import BaseModel
 
+from cluster.admin_gate import AdminGate
+from cluster.admin_routes import AdminRoutes
 from cluster.answers import Answer, PacedEvents
 from cluster.client import EngineClient, EngineState, EngineStatus, NotServing
 from cluster.completion import AnswerFormat, ChatFormat, TextFormat, usage
-from cluster.http_errors import BodyTooLarge, install_error_handlers
+from cluster.http_errors import install_error_handlers
 from cluster.http_trace import HttpTrace
 from cluster.model_card import ModelCard
 from cluster.protocol import (
@@ -29,9 +32,10 @@ from cluster.protocol import (
     ChatBody,
     CompletionBody,
     DetokenizeBody,
-    ModelBody,
+    HoldBody,
     TokenizeBody,
 )
+from cluster.request_body import read_body
 from cluster.sse import EventStream, SseResponse, until_disconnect
 from cluster.tokenize_routes import detokenize, tokenize
 from cluster.tokens import Tokenizer
@@ -59,6 +63,7 @@ class EdgeSettings:
     max_body_bytes: int = 8 * 1024 * 1024
     max_choices: int = MAX_CHOICES  # answers of one request
     tells_request_id: bool = True  # in x-request-id; False: the proxy in front does
+    admin: AdminGate = field(default_factory=AdminGate)
 
 
 def make_app(
@@ -72,6 +77,7 @@ def make_app(
     settings = settings or EdgeSettings()
     model = dataclasses.replace(model, max_choices=settings.max_choices)
     routes = _Routes(engine, model, tokenizer, settings)
+    admin = AdminRoutes(engine, settings.admin)
     app.post("/v1/chat/completions", openapi_extra=_body_doc(ChatBody))(routes.chat)
     app.post("/v1/completions", openapi_extra=_body_doc(CompletionBody))(routes.completions)
     app.post("/tokenize", openapi_extra=_body_doc(TokenizeBody))(routes.tokenize)
@@ -83,6 +89,8 @@ def make_app(
     app.get("/status")(routes.status)
     app.get("/status/experts")(routes.experts)
     app.get("/metrics")(routes.metrics)
+    app.post("/admin/hold", openapi_extra=_body_doc(HoldBody))(admin.hold)
+    app.post("/admin/resume")(admin.resume)
     install_error_handlers(app)
     app.add_middleware(HttpTrace, engine=engine, tells_id=settings.tells_request_id)
     return app
@@ -204,19 +212,6 @@ class _Routes:
         return entry
 
 
-async def read_body(request: Request, limit_bytes: int) -> bytes:
-    """The whole body. Raises BodyTooLarge before more than the limit is held."""
-    declared = request.headers.get("content-length", "")
-    if declared.isdigit() and int(declared) > limit_bytes:
-        raise BodyTooLarge(limit_bytes, int(declared))
-    body = bytearray()
-    async for piece in request.stream():
-        body += piece
-        if len(body) > limit_bytes:
-            raise BodyTooLarge(limit_bytes)
-    return bytes(body)
-
-
 def _log_request(request: Request, answer_id: str, valid: ValidRequest) -> None:
     """The seed stands here and nowhere in the answer: with it the answer can be made again."""
     _LOG.info(
@@ -230,13 +225,14 @@ def _log_request(request: Request, answer_id: str, valid: ValidRequest) -> None:
     )
 
 
-def _body_doc(body: type[ModelBody]) -> dict[str, Any]:
+def _body_doc(body: type[BaseModel]) -> dict[str, Any]:
     """OpenAPI entry of a body that the route reads itself, for one envelope of all errors."""
     schema = body.model_json_schema(mode="validation")
     definitions = schema.pop("$defs", {})
-    for name, field in schema["properties"].items():
-        for option in field.get("anyOf", ()):
+    for name, member in schema["properties"].items():
+        for option in member.get("anyOf", ()):
             if "$ref" in option:
                 schema["properties"][name] = definitions[option["$ref"].rsplit("/", 1)[-1]]
     content = {"application/json": {"schema": schema}}
-    return {"requestBody": {"required": True, "content": content}}
+    required = bool(schema.get("required"))
+    return {"requestBody": {"required": required, "content": content}}

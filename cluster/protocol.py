@@ -178,3 +178,11 @@ class DetokenizeBody(ModelBody):
     """POST /detokenize."""
 
     tokens: list[int]
+
+
+class HoldBody(BaseModel):
+    """POST /admin/hold; may be left out. The reason stands in /status and /ready."""
+
+    model_config = ConfigDict(strict=True, extra="forbid")
+
+    reason: Annotated[str, Field(max_length=200)] = "by hand"

@@ -5,6 +5,7 @@ Owns nothing but the wiring; the replica loads its own tokenizer and model card.
 
 from __future__ import annotations
 
+import os
 import time
 from dataclasses import replace
 from typing import Any
@@ -25,6 +26,10 @@ def check_edge(model_dir: str, model_id: str, context_tokens: int) -> None:
     Tokenizer.load(model_dir)
 
 
+# Set where Serve puts HAProxy in front: all peers are then its own.
+HAPROXY_VARIABLE = "RAY_SERVE_ENABLE_HA_PROXY"
+
+
 class IngressReplica:
     """Builds the app where it runs: a tokenizer does not travel."""
 
@@ -37,7 +42,10 @@ class IngressReplica:
         settings: EdgeSettings,
     ) -> None:
         card = load_model_card(model_dir, model_id, int(time.time()), context_tokens)
-        settings = replace(settings, tells_request_id=False)  # Serve's proxy adds it to all answers
+        sees_peers = os.environ.get(HAPROXY_VARIABLE, "0") != "1"
+        admin = replace(settings.admin, sees_peers=sees_peers)
+        # Serve's proxy adds the request's id to all answers, and passes on who the caller is.
+        settings = replace(settings, tells_request_id=False, admin=admin)
         self._app = make_app(RemoteEngine(coordinator), card, Tokenizer.load(model_dir), settings)
 
     def __serve_build_asgi_app__(self) -> FastAPI:

@@ -202,7 +202,7 @@ def checked_body(model: type[BodyT], raw: Mapping[str, Any], card: ModelCard) ->
     try:
         return model.model_validate(raw)
     except ValidationError as error:
-        raise _field_error(error) from error
+        raise field_error(error) from error
 
 
 def _check_model(raw: Mapping[str, Any], card: ModelCard) -> None:
@@ -256,7 +256,7 @@ def _unknown_field(name: str, model: type[ModelBody]) -> ClientError:
     )
 
 
-def _field_error(error: ValidationError) -> ClientError:
+def field_error(error: ValidationError) -> ClientError:
     """The first fault, as one line: field, what is wrong, the value."""
     first = error.errors(include_url=False)[0]
     location = [part for part in first["loc"] if part not in _UNION_MEMBERS]

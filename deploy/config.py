@@ -69,6 +69,7 @@ class ServeConfig(BaseModel):
 
     host: str = "127.0.0.1"
     port: int = Field(8000, ge=0, le=65535)
+    admin_token_file: str = ""  # who has its token may hold and resume; empty: this machine may
     ray_address: str = ""  # empty: start a local Ray
     resource_name: str = ""  # what a rank asks Ray for; empty: the device's
     ingress_replicas: int = Field(1, ge=1, le=64)

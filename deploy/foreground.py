@@ -24,7 +24,7 @@ from cluster.ray_ingress import check_edge
 from deploy import local_ray
 from deploy.config import ServeConfig
 from deploy.load_display import LoadDisplay, LoadLines, is_terminal
-from deploy.serve import application, resource_of
+from deploy.serve import admin_gate, application, resource_of
 from deploy.signals import TICK_S, Interrupted, SignalFlag
 from placement.errors import ConfigError, RankError
 from placement.plan import Plan
@@ -65,6 +65,7 @@ class Foreground:
         self._config = self._config.model_copy(update={"port": port})
         plan = plan_of(self._config.engine())
         self._check_chips()
+        admin_gate(self._config)
         check_edge(self._config.model, self._config.model_name, self._config.context_tokens)
         connection = local_ray.RayConnection(self._config.ray_address, self._resources())
         at_once = False

@@ -12,6 +12,7 @@ from typing import Any
 
 from ray.serve import Application
 
+from cluster.admin_gate import AdminGate, read_token
 from cluster.coordinator import CoordinatorSettings
 from cluster.ingress import EdgeSettings
 from cluster.metrics import BuildInfo
@@ -56,6 +57,14 @@ def settings_of(config: ServeConfig) -> CoordinatorSettings:
     )
 
 
+def admin_gate(config: ServeConfig) -> AdminGate:
+    """ConfigError for a token file that is of no use."""
+    if not config.admin_token_file:
+        return AdminGate()
+    read_token(config.admin_token_file)
+    return AdminGate(os.path.abspath(config.admin_token_file))
+
+
 def application(config: ServeConfig) -> Application:
     """Ingress and coordinator of a resolved configuration."""
     engine = config.engine()
@@ -68,6 +77,7 @@ def application(config: ServeConfig) -> Application:
         EdgeSettings(
             comment_interval_s=config.sse_comment_interval_s,
             max_choices=min(MAX_CHOICES, config.max_sequences + config.max_queue_requests),
+            admin=admin_gate(config),
         ),
         config.ingress_replicas,
         config.drain_timeout_s,
