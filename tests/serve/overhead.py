@@ -2,7 +2,9 @@
 
 The engine alone (`launch_engine`) and a real `nrank serve` of the same configuration, in turns on
 the same machine: tokens a second of 1 and of 4 requests from the send to the last token, and the
-time to the first token. Prints medians and the load of the machine; the last line is JSON.
+time to the first token. Prints medians, the load of the machine, and processor time a token, which
+other work on the machine hardly changes: of the engine alone (exact for one rank), of the server's
+ranks, and of all other processes of its Ray. The last line is JSON.
 """
 
 from __future__ import annotations
@@ -14,6 +16,7 @@ import statistics
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import httpx
 
@@ -27,8 +30,27 @@ PROMPT = "The river"
 COUNTS = (1, 4)
 LIMIT_S = 300.0
 
+TICKS = os.sysconf("SC_CLK_TCK")
+
 Sample = tuple[float, list[float]]  # tokens a second of all requests; ttft of each in seconds
 Measure = Callable[[int, int], Sample]
+
+
+def cpu_seconds() -> dict[str, float]:
+    """Processor time so far of this process ("engine"), of the server's ranks and of its rest."""
+    ours = os.environ["RAY_AUTH_TOKEN_PATH"].encode()
+    found = {"engine": time.process_time(), "ranks": 0.0, "http": 0.0}
+    for pid in filter(str.isdigit, os.listdir("/proc")):
+        try:
+            environment = Path(f"/proc/{pid}/environ").read_bytes()
+            title = Path(f"/proc/{pid}/cmdline").read_bytes()
+            figures = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
+        except OSError:
+            continue
+        if ours in environment:
+            kind = "ranks" if title.startswith(b"ray::RankWorker") else "http"
+            found[kind] += (int(figures[11]) + int(figures[12])) / TICKS  # user, system
+    return found
 
 
 def engine_sample(engine: Engine, prompt_ids: tuple[int, ...]) -> Measure:
@@ -80,11 +102,20 @@ def run(repeats: int, tokens: int, ranks: int) -> dict[str, float]:
         found: dict[tuple[str, int], list[Sample]] = {}
         for measure in sides.values():
             measure(max(COUNTS), 16)
+        used: dict[tuple[str, str, int], float] = {}
         for _ in range(repeats):
             for count in COUNTS:
                 for side, measure in sides.items():
+                    before = cpu_seconds()
                     found.setdefault((side, count), []).append(measure(count, tokens))
+                    for kind, seconds in cpu_seconds().items():
+                        name = (side, kind, count)
+                        used[name] = used.get(name, 0.0) + seconds - before[kind]
     figures: dict[str, float] = {}
+    for side, kind in (("engine", "engine"), ("server", "ranks"), ("server", "http")):
+        for count in COUNTS:
+            ms = used[side, kind, count] * 1000 / (repeats * count * tokens)
+            figures[f"{kind}_{count}_cpu_ms_per_token"] = ms
     for (side, count), samples in found.items():
         figures[f"{side}_{count}_tokens_per_s"] = statistics.median(rate for rate, _ in samples)
         firsts = [first for _, ttfts in samples for first in ttfts]
