@@ -8,6 +8,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, field
 
 from deploy.bench_workloads import Run, StreamRun, StreamWorkload, Workload
+from deploy.chip_guard import guard_of
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError
 from rank_worker.launch import POLL_S, Engine, GenerationResult
@@ -25,6 +26,7 @@ class EngineSystem:
     def start(cls, stack: ExitStack, config: EngineConfig, name: str = "nrank") -> EngineSystem:
         """Runs until `stack` closes. NrankError when the gang can't start."""
         engine = StreamingEngine(config)
+        stack.enter_context(guard_of(config)(engine))
         stack.callback(engine.close)
         engine.start()
         return cls(engine, name)

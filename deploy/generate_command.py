@@ -79,12 +79,13 @@ def generate(
 ) -> tuple[list[Answer], dict[str, Any]]:
     """Start a gang, run all jobs together, end the gang. On a terminal the load is shown."""
     from deploy.answers import Answer
+    from deploy.chip_guard import guard_of
     from deploy.load_display import LoadDisplay, is_terminal
     from rank_worker.launch import launch_engine
 
     requests = [job.request(f"request-{index}", limits) for index, job in enumerate(jobs)]
     display = LoadDisplay(sys.stderr) if is_terminal(sys.stderr) else None
-    with launch_engine(config, display.update if display else None) as engine:
+    with launch_engine(config, display.update if display else None, guard_of(config)) as engine:
         if display is not None:
             display.clear()
             for line in engine.start_report().lines():

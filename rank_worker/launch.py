@@ -6,21 +6,24 @@ end with it however it ends.
 
 from __future__ import annotations
 
+import ctypes
 import multiprocessing
 import os
 import signal
 import threading
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from multiprocessing import forkserver
 from multiprocessing.connection import Connection, wait
 from multiprocessing.context import ForkServerContext
+from multiprocessing.sharedctypes import RawValue
 from typing import Any
 
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError
+from rank_worker.guard_word import GuardWord, Order
 from rank_worker.load_progress import rank_text, slowest
 from rank_worker.messages import (
     EngineRequest,
@@ -63,11 +66,13 @@ OnProgress = Callable[[Sequence[LoadProgress]], None]
 class _Child:
     """A spawned rank and the pipe that its progress and its last words come through."""
 
-    def __init__(self, config: EngineConfig, rank: int, world_size: int, port: int) -> None:
+    def __init__(
+        self, config: EngineConfig, rank: int, world_size: int, port: int, word: GuardWord
+    ) -> None:
         context = _fork_context()
         self.rank = rank
         self.pipe, theirs = context.Pipe()
-        arguments = (config, rank, world_size, port, theirs)
+        arguments = (config, rank, world_size, port, theirs, word)
         self.process = context.Process(target=_child_main, args=arguments, daemon=True)
         try:
             self.process.start()
@@ -137,11 +142,11 @@ def _fork_context() -> ForkServerContext:
 
 
 def _child_main(
-    config: EngineConfig, rank: int, world_size: int, port: int, pipe: Connection
+    config: EngineConfig, rank: int, world_size: int, port: int, pipe: Connection, word: GuardWord
 ) -> None:
     _end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    worker = Rank(config, rank, world_size)
+    worker = Rank(config, rank, world_size, word=word)
     try:
         worker.open(port)
         with _reporting(worker, pipe):
@@ -199,7 +204,8 @@ class Engine:
     def __init__(self, config: EngineConfig, on_progress: OnProgress | None = None) -> None:
         self.config = config
         self.on_progress = on_progress
-        self.rank0 = Rank(config, 0, config.ranks)
+        self.word = GuardWord(RawValue(ctypes.c_byte, Order.RUN))
+        self.rank0 = Rank(config, 0, config.ranks, word=self.word)
         self.snapshots: list[RankSnapshot] = []
         self._children: list[_Child] = []
         self._thread = threading.Thread(target=self._lead, name="rank-0", daemon=True)
@@ -215,7 +221,8 @@ class Engine:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             self._port = self.rank0.listen()
             self._children = [
-                _Child(self.config, rank, world_size, self._port) for rank in range(1, world_size)
+                _Child(self.config, rank, world_size, self._port, self.word)
+                for rank in range(1, world_size)
             ]
         self._thread.start()
         self._wait_loaded()
@@ -372,14 +379,20 @@ def _rates(
 
 
 @contextmanager
-def launch_engine(config: EngineConfig, on_progress: OnProgress | None = None) -> Iterator[Engine]:
+def launch_engine(
+    config: EngineConfig,
+    on_progress: OnProgress | None = None,
+    guard: Callable[[Engine], AbstractContextManager[object]] = nullcontext,
+) -> Iterator[Engine]:
     """A started Engine, closed at the end. NrankError when it can't start.
 
-    `on_progress` is called about five times a second while weights are loaded.
+    `on_progress` is called about five times a second while weights are loaded. `guard` is entered
+    before the start.
     """
     engine = Engine(config, on_progress)
-    try:
-        engine.start()
-        yield engine
-    finally:
-        engine.close()
+    with guard(engine):
+        try:
+            engine.start()
+            yield engine
+        finally:
+            engine.close()

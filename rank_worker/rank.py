@@ -60,7 +60,15 @@ HEARTBEAT_S = 1.0  # an idle rank 0 tells the others at this interval that it li
 class Rank:
     """Life cycle: listen (rank 0) -> open -> load -> run until stop -> close."""
 
-    def __init__(self, config: EngineConfig, rank: int, world_size: int, epoch: int = 0) -> None:
+    def __init__(
+        self,
+        config: EngineConfig,
+        rank: int,
+        world_size: int,
+        epoch: int = 0,
+        word: GuardWord | None = None,
+    ) -> None:
+        """`word` may be shared with the other ranks of a machine: who gives orders has it, too."""
         self.config, self.rank, self.world_size, self.epoch = config, rank, world_size, epoch
         self.comm: Comm = LocalComm()
         self.counter = LoadCounter()
@@ -71,7 +79,7 @@ class Rank:
         self._inbox: queue.SimpleQueue[EngineRequest | tuple[str, ...]] = queue.SimpleQueue()
         self._outbox: queue.SimpleQueue[list[TokenBatch]] = queue.SimpleQueue()
         self._stop = threading.Event()
-        self.word = GuardWord()
+        self.word = word or GuardWord()
         reads = CoolReads(self.word, self._stop.is_set)
         self.pace: Callable[[int], None] | None = reads.before_read  # see Loader
         self._phase = "starting"
