@@ -153,6 +153,12 @@ class CoordinatorReplica:
             for _ in range(count):
                 await self._coordinator.record_http(endpoint, code)
 
+    async def hold(self, reason: str) -> None:
+        await self._coordinator.hold(reason)
+
+    async def resume(self) -> None:
+        await self._coordinator.resume()
+
     async def drain(self, timeout_s: float | None = None) -> bool:
         return await self._coordinator.drain(timeout_s)
 
@@ -262,6 +268,12 @@ class RemoteEngine:
         if isinstance(answer, Refusal):
             raise answer.error()
         return answer  # type: ignore[no-any-return]
+
+    async def hold(self, reason: str) -> None:
+        await self._ask(self._handle.hold.remote(reason))
+
+    async def resume(self) -> None:
+        await self._ask(self._handle.resume.remote())
 
     async def metrics_text(self) -> bytes:
         await self._tell_http()
