@@ -10,15 +10,15 @@ import asyncio
 import logging
 import time
 from collections.abc import AsyncGenerator, Callable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from cluster.client import EngineState, EngineStatus, HeatStatus, NotServing, RankStatus
+from cluster.engine_metrics import BuildInfo, EngineMetrics
 from cluster.failure import public_text
 from cluster.gang import LOADING, Launcher
 from cluster.heat_watch import HeatListener, HeatWatch
 from cluster.holds import Holds
-from cluster.metrics import BuildInfo, EngineMetrics
 from cluster.rank_status import rank_status
 from cluster.session import GangListener, Session
 from cluster.streams import Stream, StreamTable
@@ -80,7 +80,9 @@ class Coordinator:
         self._heat_task: asyncio.Task[None] | None = None
         self._draining = False
         self._start: StartReport | None = None
-        self._metrics = EngineMetrics(settings.model_id, config.ranks, settings.build)
+        build = replace(settings.build, plan_id=plan.plan_id, config_hash=settings.config_hash)
+        self._metrics = EngineMetrics(settings.model_id, config.ranks, build)
+        self._metrics.set_plan(plan)
         listener = GangListener(
             on_batch=self._deliver,
             on_snapshot=lambda snapshot: self._metrics.update_snapshots((snapshot,)),

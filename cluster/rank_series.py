@@ -83,6 +83,7 @@ _LEADER_COUNTER_SPLITS = {
 _RANK_COUNTERS = {
     "nrank_expert_tokens_total": "expert_tokens",
     "nrank_weights_loaded_bytes_total": "weights_read_bytes",
+    "nrank_graph_eager_fallbacks_total": "eager_fallbacks",
 }
 _RANK_GAUGES = {
     "nrank_weights_planned_bytes": "weights_planned_bytes",
@@ -92,7 +93,10 @@ _RANK_GAUGE_SPLITS = {
     "nrank_rank_memory_component_bytes": _Split("component", lambda one: one.memory_bytes),
     "nrank_prefix_cache_state_bytes": _Split("tier", lambda one: one.prefix_cache.cell_bytes),
 }
-_RANK_COUNTER_SPLITS = {"nrank_state_copy_bytes_total": _Split("kind", _copy_bytes)}
+_RANK_COUNTER_SPLITS = {
+    "nrank_state_copy_bytes_total": _Split("kind", _copy_bytes),
+    "nrank_rank_step_part_seconds_total": _Split("part", lambda one: one.step_parts),
+}
 _RANK_SUMMARIES = {
     "nrank_rank_step_seconds": "step_seconds",
     "nrank_collective_seconds": "collective_seconds",
@@ -126,6 +130,7 @@ class RankSeries(Collector):
             *_RANK_SUMMARIES,
             _COPY_SECONDS,
             "nrank_kv_cache_usage_ratio",
+            "nrank_op_info",
             "nrank_rank_up",
             "nrank_rank_heartbeat_age_seconds",
         }
@@ -212,6 +217,10 @@ class RankSeries(Collector):
         if leader is not None and leader.pages_total:
             ratio.add_metric([self._model], leader.pages_used / leader.pages_total)
         yield ratio
+        ops = self._gauge("nrank_op_info", "op", "implementation")
+        for op, implementation in leader.ops.items() if leader is not None else ():
+            ops.add_metric([op, implementation], 1)
+        yield ops
         for name, split in _LEADER_GAUGE_SPLITS.items():
             family = self._gauge(name, "model_name", split.label)
             for word, value in split.of(leader).items() if leader is not None else ():

@@ -14,8 +14,8 @@ from ray.serve import Application
 
 from cluster.admin_gate import AdminGate, read_token
 from cluster.coordinator import CoordinatorSettings
+from cluster.engine_metrics import BuildInfo
 from cluster.ingress import EdgeSettings
-from cluster.metrics import BuildInfo
 from cluster.protocol import MAX_CHOICES
 from cluster.ray_coordinator import coordinator_deployment
 from cluster.ray_ingress import ingress_deployment

@@ -35,6 +35,10 @@ class Comm(Protocol):
     seconds: float  # spent in all_reduce_, all_gather and barrier since the start
 
     @property
+    def wait_seconds(self) -> float | None:
+        """Of `seconds`, for peers to arrive; None where that can't be told apart."""
+
+    @property
     def entered(self) -> int:
         """Exchanges begun, plans included: fewer than its peers' when a rank keeps them waiting."""
 
@@ -70,6 +74,7 @@ class LocalComm:
     rank = 0
     world_size = 1
     seconds = 0.0
+    wait_seconds: float | None = 0.0
     entered = 0
 
     def all_reduce_(self, x: Tensor) -> Tensor:

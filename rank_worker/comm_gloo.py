@@ -114,6 +114,7 @@ class GlooComm:
         self.rank = meeting.rank
         self.world_size = meeting.world_size
         self.seconds = 0.0
+        self.wait_seconds: float | None = None
         self._meeting = meeting
         self._control = ControlGroup(meeting, timeout_s)
         self._data = open_group(backend, meeting, "data", timeout_s)

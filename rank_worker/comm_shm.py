@@ -59,6 +59,7 @@ class ShmComm:
         self.rank = meeting.rank
         self.world_size = meeting.world_size
         self.seconds = 0.0
+        self._wait_s = 0.0
         self._meeting = meeting
         self._segment = segment
         self._control = control
@@ -66,6 +67,10 @@ class ShmComm:
         self._number = 0
         self._views: dict[tuple[torch.dtype, int], tuple[list[Tensor], list[Tensor]]] = {}
         self._totals: dict[int, Tensor] = {}
+
+    @property
+    def wait_seconds(self) -> float | None:
+        return self._wait_s
 
     @property
     def entered(self) -> int:
@@ -152,8 +157,10 @@ class ShmComm:
 
     def _wait_for(self, peer: int, number: int) -> None:
         flags, index = self._segment.flags, peer * LINE_WORDS
+        began_s = time.perf_counter()
         for _ in _pauses(self._timeout_s):
             if flags[index] >= number:
+                self._wait_s += time.perf_counter() - began_s
                 return
         missing = [r for r in range(self.world_size) if flags[r * LINE_WORDS] < number]
         raise RankError(

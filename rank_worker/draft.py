@@ -20,6 +20,7 @@ from rank_worker.parts import Parts
 from rank_worker.residual import StreamSite
 from rank_worker.sampler import Sampler
 from rank_worker.sparse_attention import Projected, SparseAttentionMixer
+from rank_worker.step_clock import StepPart
 from rank_worker.step_plan import Row, RowFlag
 from rank_worker.weights import WeightSource
 
@@ -177,6 +178,7 @@ class Drafter:
         for index in range(num_drafts):
             logits, streams = self.head.predict(entries, one)
             ids = self.sampler.draft(logits, one.slots, slots, positions + AHEAD)
+            self.head.model.clock.mark(StepPart.SAMPLING)
             guesses.append(ids)
             one.note_decision(ids)
             if index + 1 < num_drafts:

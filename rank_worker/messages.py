@@ -151,6 +151,7 @@ class RankSnapshot:
     slots_used: int = 0
     slots_total: int = 0
     step_seconds: float = 0.0  # sum over steps
+    step_parts: dict[str, float] = field(default_factory=dict)  # see rank_worker.step_clock
     collective_seconds: float = 0.0
     entered: int = 0  # exchanges with its peers that it has begun: see rank_worker.comm
     busy_steps: int = 0
@@ -160,6 +161,8 @@ class RankSnapshot:
     warm_step_seconds: float = 0.0  # a decode step of one row, measured before serving
     expert_tokens: int = 0  # token-expert pairs this rank computed, warm-up left out
     nonfinite_rows: int = 0
+    eager_fallbacks: int = 0  # steps that a captured graph should have run
+    ops: dict[str, str] = field(default_factory=dict)  # operator -> implementation
     prefill_owed_seconds: float = 0.0  # see rank_worker.pacing
     integrity_checks: int = 0  # of pages, slots and states, that passed
     recurrent_dtype: str = ""  # of recurrent states; empty where the model has none

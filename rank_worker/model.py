@@ -19,6 +19,7 @@ from rank_worker.ngram import NgramInjection
 from rank_worker.parts import Parts
 from rank_worker.residual import StreamSite
 from rank_worker.sparse_attention import SparseAttentionMixer
+from rank_worker.step_clock import StepClock, StepPart
 from rank_worker.weights import WeightSource
 
 
@@ -47,6 +48,8 @@ class Layer:
         if spec.ngram is not None:
             self.ngram = NgramInjection(parts, spec.ngram, weights, f"{prefix}.ngram")
         assert not weights, f"unused weights {sorted(weights)}"
+        is_recurrent = isinstance(self.mixer, GatedDeltaMixer)
+        self.mixer_part = StepPart.RECURRENT if is_recurrent else StepPart.ATTENTION
 
 
 class Model:
@@ -56,6 +59,7 @@ class Model:
         spec = parts.spec
         weights = source.take("embed", "head", "final_mixer.")
         self.ops, self.spec, self.comm = parts.ops, spec, comm
+        self.clock = StepClock(comm)
         self.first_vocab, _ = parts.share.ranges[Axis.VOCAB]
         self.embed = weights.pop("embed")
         self.head = parts.device.pack_linear(weights.pop("head"))
@@ -71,6 +75,7 @@ class Model:
         hidden = self.embed_tokens(batch.token_ids)
         streams = hidden.unsqueeze(1).repeat(1, self.spec.residual.num_streams, 1)
         rope = self.rope_tables(batch.positions, streams.dtype)
+        self.clock.mark(StepPart.HOST)
         for layer in self.layers:
             self._layer(layer, streams, batch, rope)
         sampled = streams
@@ -89,6 +94,7 @@ class Model:
                 layer.mixer.commit(counts)
             if layer.ngram is not None:
                 layer.ngram.commit(counts)
+        self.clock.mark(StepPart.RECURRENT)
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """[T, H] of token ids [T]."""
@@ -124,9 +130,11 @@ class Model:
     ) -> None:  # fmt: skip
         """Reduces and injects the mixer's partial sum, then the whole channel half of a layer."""
         layer.mixer_site.inject_(streams, inject, self.comm.all_reduce_(mixed))
+        self.clock.mark(layer.mixer_part)
         x, inject = layer.channel_site.mix(streams)
         y = layer.channel.forward(x, positions, noted)
         layer.channel_site.inject_(streams, inject, self.comm.all_reduce_(y))
+        self.clock.mark(StepPart.EXPERTS)
 
     def reset_slot(self, slot: int) -> None:
         """Zeroes everything that a new sequence in `slot` would otherwise inherit."""

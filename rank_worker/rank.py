@@ -41,8 +41,10 @@ from rank_worker.parts import Parts
 from rank_worker.rank_figures import (
     copy_figures,
     draft_figures,
+    op_implementations,
     prefix_figures,
     recurrent_dtype,
+    step_parts,
 )
 from rank_worker.runner import Runner
 from rank_worker.scheduler import Scheduler, SchedulerLimits
@@ -293,7 +295,8 @@ class Rank:
         Where a row asks for log-probabilities, they are read, too. RankError with rank, step, phase
         and requests for whatever goes wrong in it.
         """
-        began = time.perf_counter()
+        began, clock = time.perf_counter(), runner.model.clock
+        clock.begin()
         host, logprobs = [], StepLogprobs()
         try:
             sampled = runner.execute(plan)
@@ -301,6 +304,7 @@ class Rank:
                 host, logprobs = sampled.tolist(), sampled.read_logprobs()
         except Exception as error:
             raise step_error(error, self.rank, plan, self._names) from error
+        clock.end()
         self._step = plan.step
         self._busy_steps += 1
         self._nonfinite_rows += sum(row[-1] < 0 for row in host)
@@ -392,6 +396,7 @@ class Rank:
             slots_used=slots_total - len(scheduler.free_slots) if scheduler else 0,
             slots_total=slots_total,
             step_seconds=self._step_seconds,
+            step_parts=step_parts(runner),
             collective_seconds=self.comm.seconds,
             entered=self.comm.entered,
             busy_steps=self._busy_steps,
@@ -401,6 +406,7 @@ class Rank:
             warm_step_seconds=self._warm_step_seconds,
             expert_tokens=self._expert_tokens(),
             nonfinite_rows=self._nonfinite_rows,
+            ops=op_implementations(runner) if self.rank == 0 else {},
             prefill_owed_seconds=scheduler.pacer.owed_s if scheduler else 0.0,
             integrity_checks=self._integrity_checks,
             recurrent_dtype=recurrent_dtype(runner.model) if runner else "",

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from rank_worker.messages import CopyFigures, DraftFigures, PrefixFigures
 from rank_worker.model import Model
 from rank_worker.prefix_cache import PrefixCache
+from rank_worker.runner import Runner
 from rank_worker.scheduler import Scheduler
 from rank_worker.state_store import StateStore, Verb
 
@@ -77,3 +78,17 @@ def recurrent_dtype(model: Model) -> str:
         for state in layer.mixer.state.tensors().get("recurrent_slots", ()):
             return str(state.dtype).removeprefix("torch.")
     return ""
+
+
+def step_parts(runner: Runner | None) -> dict[str, float]:
+    """Seconds of steps since the warm-up by `StepPart`; nothing before the load."""
+    if runner is None:
+        return {}
+    return {part.value: max(0.0, seconds) for part, seconds in runner.model.clock.seconds.items()}
+
+
+def op_implementations(runner: Runner | None) -> dict[str, str]:
+    """Operator -> what computes it, as its module and function are named."""
+    if runner is None:
+        return {}
+    return {one.op: one.implementation for one in runner.model.ops.op_info()}

@@ -17,6 +17,7 @@ from rank_worker.model import Model
 from rank_worker.parts import Parts
 from rank_worker.sampler import Sampler
 from rank_worker.state_store import StateStore
+from rank_worker.step_clock import StepPart
 from rank_worker.step_logprobs import StepLogprobs
 from rank_worker.step_plan import INTO_SLOT, CopyKind, RowFlag, StateCopy, StepPlan
 from rank_worker.weights import WeightSource
@@ -93,6 +94,7 @@ class Runner:
             logits, batch.sample_slots, batch.sample_slots_host, batch.sample_positions
         )
         logprobs, scores = self._read_logprobs(batch, logits, streams, ids)
+        self.model.clock.mark(StepPart.SAMPLING)
         settled = self._settle(batch, ids)
         sampled = replace(settled, logprobs=logprobs, scores=scores)
         if self.drafter is not None:
@@ -191,6 +193,7 @@ class Runner:
 
     def reset_counts(self) -> None:
         self.model.reset_counts()
+        self.model.clock.reset()
         if self.drafter is not None:
             self.drafter.head.layer.channel.counts.zero_()
 

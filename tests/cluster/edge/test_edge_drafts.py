@@ -9,7 +9,7 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.completion import Choice, usage
-from cluster.metrics import EngineMetrics
+from cluster.engine_metrics import EngineMetrics
 from cluster.model_card import ModelCard
 from cluster.streams import merge
 from cluster.tokens import Tokenizer

@@ -4,20 +4,35 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import replace
+from time import monotonic
+from types import SimpleNamespace
+from typing import cast
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.client import EngineState
-from cluster.metrics import METRICS, RANK_SILENT_S, BuildInfo, EngineMetrics, MetricType
+from cluster.engine_metrics import RANK_SILENT_S, BuildInfo, EngineMetrics
+from cluster.metrics import METRICS, RESTART_REASONS, MetricType
+from cluster.thermal_guard import Verdict
+from ops.registry import REFERENCES
 from placement.errors import ErrorKind
+from placement.ledger import ROWS
+from placement.plan import ContextPlan, Plan
+from rank_worker.device_sensors.reading import STALE_S, CardReading, ChipReading, NodeReading
+from rank_worker.guard_word import Order
 from rank_worker.messages import (
+    CopyFigures,
     EngineRequest,
     FinishReason,
     LoadProgress,
+    PrefixFigures,
     RankSnapshot,
     TokenBatch,
 )
+from rank_worker.prefix_cache import MISS_REASONS
+from rank_worker.step_clock import StepPart
+from rank_worker.step_plan import CopyKind
 
 SNAPSHOT = RankSnapshot(
     rank=0,
@@ -37,10 +52,14 @@ SNAPSHOT = RankSnapshot(
     weights_planned_bytes=1000,
     weights_read_bytes=1000,
     load_seconds=2.5,
+    step_parts={"experts": 1.25, "collective_wait": 0.5},
+    ops={"linear": "ops.cpu.dense.linear"},
     expert_tokens=70,
     memory_bytes={"routed_experts": 600, "kv_pages": 400},
 )
 MODEL = "m"
+MAX_SERIES_A_RANK = 110  # 20 of them are reasons of restarts, which seldom all happen
+MAX_SERIES_BESIDE = 300  # of the gang: histograms, operators, reasons
 Read = Callable[..., float | None]
 
 
@@ -59,7 +78,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def metrics(clock: Clock) -> EngineMetrics:
-    return EngineMetrics(MODEL, 2, BuildInfo("1.0", "abc", "cpu", "2.13"), clock)
+    return EngineMetrics(MODEL, 2, BuildInfo("1.0", "abc", "cpu", "2.13", "p1", "c1"), clock)
 
 
 @pytest.fixture
@@ -161,11 +180,14 @@ def test_the_state_is_one_hot(metrics: EngineMetrics, read: Read) -> None:
 
 def test_http_outcomes_restarts_and_build(metrics: EngineMetrics, read: Read) -> None:
     metrics.observe_http("/v1/completions", 429)
-    metrics.observe_restart("silent", ranks=[1])
+    metrics.observe_restart("collective", ranks=[1])
+    metrics.observe_restart("a phase that nobody listed")
     assert read("nrank_requests_total", endpoint="/v1/completions", code="429") == 1
-    assert read("nrank_gang_restarts_total", reason="silent") == 1
-    assert read("nrank_rank_restarts_total", rank="1", reason="silent") == 1
+    assert read("nrank_gang_restarts_total", reason="collective") == 1
+    assert read("nrank_gang_restarts_total", reason="other") == 1
+    assert read("nrank_rank_restarts_total", rank="1", reason="collective") == 1
     assert read("nrank_build_info", version="1.0", git_sha="abc", backend="cpu") == 1
+    assert read("nrank_build_info", plan_id="p1", config_hash="c1") == 1
 
 
 def test_snapshots_become_rank_series(metrics: EngineMetrics, read: Read) -> None:
@@ -188,6 +210,131 @@ def test_snapshots_become_rank_series(metrics: EngineMetrics, read: Read) -> Non
     component = {"rank": "1", "component": "kv_pages"}
     assert read("nrank_rank_memory_component_bytes", **component) == 400
     assert read("nrank_rank_up", rank="1") == 1
+
+
+def test_the_split_of_steps_and_the_operators(metrics: EngineMetrics, read: Read) -> None:
+    metrics.update_snapshots([SNAPSHOT, replace(SNAPSHOT, rank=1, ops={})])
+    metrics.update_snapshots([replace(SNAPSHOT, step=11, step_parts={"experts": 2.0})])
+    metrics.update_snapshots([replace(SNAPSHOT, epoch=2, step=0, step_parts={"experts": 0.25})])
+    name = "nrank_rank_step_part_seconds_total"
+    assert read(name, rank="0", part="experts") == 2.25
+    assert read(name, rank="1", part="collective_wait") == 0.5
+    assert read(name, rank="0", part="host") is None
+    assert read("nrank_op_info", op="linear", implementation="ops.cpu.dense.linear") == 1
+    assert read("nrank_graph_eager_fallbacks_total", rank="1") == 0
+
+
+def test_a_plan_stands_beside_what_is_measured(metrics: EngineMetrics, read: Read) -> None:
+    rows = {"kv_pages": 410, "workspace": 7}
+    ranks = (SimpleNamespace(rows=rows),) * 2
+    plan = SimpleNamespace(ranks=ranks, context=ContextPlan(4096, 2048))
+    metrics.set_plan(cast(Plan, plan))
+    planned = "nrank_rank_memory_planned_bytes"
+    assert read(planned, rank="1", component="kv_pages") == 410
+    assert read(planned, rank="0", component="workspace") == 7
+    kinds = ("configured", "allocated", "certified")
+    assert [read("nrank_context_tokens", kind=k) for k in kinds] == [4096, 2048, 0]
+
+
+def test_whatever_may_go_wrong_is_zero_before(read: Read) -> None:
+    """A counter that is born with 1 has no increase, and no alert sees it."""
+    assert {read("nrank_requests_rejected_total", reason=kind) for kind in ErrorKind} == {0}
+    assert {read("nrank_gang_restarts_total", reason=one) for one in RESTART_REASONS} == {0}
+
+
+def test_readings_become_series_of_chips_and_the_unknown_is_absent(
+    metrics: EngineMetrics, read: Read
+) -> None:
+    """Power is a card's; ranks are labels of chips that they run on, in the order of devices."""
+    chips = (
+        ChipReading(
+            2, 0, 0, temperature_celsius=61, health="alarm", ecc_single_bit=3, error_codes=("a1",)
+        ),
+        ChipReading(2, 1, 1, memory_used_bytes=5, core_utilisation_ratio=0.5, ecc_enabled=True),
+        ChipReading(9, 0, 2, temperature_celsius=40),
+    )
+    reading = NodeReading(monotonic(), 0.0, "npu-smi", chips, (CardReading(2, 51.5),))
+    metrics.observe_heat(reading, Verdict(silent_ranks=(0,)), (1, 0))
+    metrics.set_held(Order.HOLD, {"heat": 2.0})
+    celsius = "nrank_chip_temperature_celsius"
+    assert read(celsius, rank="1", card="2", chip="0") == 61
+    assert read(celsius, rank="0") is None
+    assert read(celsius, card="9", rank="") == 40
+    assert read("nrank_chip_memory_used_bytes", rank="0", card="2", chip="1") == 5
+    assert read("nrank_chip_core_utilisation_ratio", rank="0") == 0.5
+    assert read("nrank_chip_bandwidth_utilisation_ratio") is None
+    assert read("nrank_chip_health", rank="1", state="alarm") == 1
+    assert read("nrank_chip_health", rank="1", state="ok") == 0
+    assert read("nrank_chip_error_codes", rank="1") == 1
+    assert read("nrank_chip_ecc_enabled", rank="0") == 1
+    assert read("nrank_chip_ecc_errors_total", rank="1", kind="single_bit") == 3
+    assert read("nrank_chip_ecc_errors_total", kind="double_bit") is None
+    assert read("nrank_card_power_watts", card="2") == 51.5
+    assert read("nrank_card_power_watts", card="9") is None
+    assert read("nrank_sensor_silent_ranks") == 1
+    age_s = read("nrank_sensor_age_seconds")
+    assert age_s is not None
+    assert 0 <= age_s < 60
+    assert read("nrank_heat_order", order="hold") == 1
+    assert read("nrank_heat_order", order="run") == 0
+    assert read("nrank_hold_seconds_total", cause="heat") == 2.0
+
+
+def test_a_stale_reading_tells_its_age_and_no_values(metrics: EngineMetrics, read: Read) -> None:
+    old_s = monotonic() - STALE_S - 100
+    chip = ChipReading(2, 0, 0, temperature_celsius=61)
+    reading = NodeReading(old_s, 0.0, "npu-smi", (chip,), (CardReading(2, 50.0),))
+    metrics.observe_heat(reading, Verdict(silent_ranks=(0, 1)), (0, 1))
+    assert read("nrank_chip_temperature_celsius") is None
+    assert read("nrank_card_power_watts") is None
+    age_s = read("nrank_sensor_age_seconds")
+    assert age_s is not None
+    assert age_s > STALE_S + 99
+    assert read("nrank_sensor_silent_ranks") == 2
+
+
+def test_labels_stay_few_on_a_large_machine(clock: Clock) -> None:
+    """64 ranks on 32 cards, every figure known: at most MAX_SERIES, whatever the traffic."""
+    ranks = range(64)
+    metrics = EngineMetrics(MODEL, len(ranks), clock=clock)
+    rows = dict.fromkeys(ROWS, 1)
+    planned = (SimpleNamespace(rows=rows),) * len(ranks)
+    plan = SimpleNamespace(ranks=planned, context=ContextPlan(1, 1))
+    metrics.set_plan(cast(Plan, plan))
+    tiers = {"device": 1, "host": 1}
+    copies = {kind.name.lower(): CopyFigures(1, 1, 1.0) for kind in CopyKind}
+    full = replace(
+        SNAPSHOT,
+        memory_bytes=rows,
+        step_parts=dict.fromkeys(StepPart, 1.0),
+        ops={op: f"ops.cpu.{op}" for op in REFERENCES},
+        accepted_by_position=(4, 3, 2, 1),
+        prefix_cache=PrefixFigures(
+            misses=dict.fromkeys(MISS_REASONS, 1), states=tiers, cells=tiers, cell_bytes=tiers,
+            copies=copies, events=dict.fromkeys(("saved", "spilled", "restored"), 1),
+        ),
+    )  # fmt: skip
+    metrics.update_snapshots([replace(full, rank=rank) for rank in ranks])
+    for rank in ranks:
+        for reason in RESTART_REASONS:
+            metrics.observe_restart(reason, (rank,))
+    for number in range(1000):
+        metrics.observe_started(request(f"r{number}"))
+        metrics.observe_batch(TokenBatch(f"r{number}", (5,), FinishReason.STOP))
+    chips = tuple(
+        ChipReading(
+            rank // 2, rank % 2, rank, "", 50.0, 1, 1, 0.5, 0.5, "ok", (), True, 0, 0, 105.0
+        )
+        for rank in ranks
+    )
+    cards = tuple(CardReading(card, 50.0) for card in range(32))
+    reading = NodeReading(monotonic(), 0.0, "dcmi", chips, cards)
+    metrics.observe_heat(reading, Verdict(), tuple(ranks))
+    families = text_string_to_metric_families(metrics.render().decode())
+    series = [sample for family in families for sample in family.samples]
+    per_rank = sum("rank" in sample.labels for sample in series) / len(ranks)
+    assert 60 < per_rank <= MAX_SERIES_A_RANK
+    assert len(series) - per_rank * len(ranks) <= MAX_SERIES_BESIDE
 
 
 def test_a_load_in_progress_shows_weights_and_no_pools(

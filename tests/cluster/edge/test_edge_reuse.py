@@ -7,7 +7,8 @@ from typing import Any
 
 from prometheus_client.parser import text_string_to_metric_families
 
-from cluster.metrics import METRICS, RANK_SILENT_S, EngineMetrics
+from cluster.engine_metrics import RANK_SILENT_S, EngineMetrics
+from cluster.metrics import METRICS
 from rank_worker.messages import CopyFigures, DraftFigures, PrefixFigures, RankSnapshot
 from rank_worker.prefix_cache import MISS_REASONS
 
