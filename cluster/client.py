@@ -57,7 +57,8 @@ class RankStatus:
     node: str = ""
     physical_chip: int = -1
     step: int = 0
-    heartbeat_age_s: float = 0.0
+    heartbeat_age_s: float | None = None  # None: not heard of yet
+    usable_bytes: int = 0  # of its chip: what the plan had to fit into
     planned_bytes: int = 0  # all ledger rows
     measured_bytes: int = 0  # rows that are tensors: no workspace, no reserve
     weights_planned_bytes: int = 0  # to be read from the checkpoint
@@ -65,6 +66,7 @@ class RankStatus:
     load_seconds: float = 0.0  # from the first read of weights to now, or to the last
     planned_rows: dict[str, int] = field(default_factory=dict)  # ledger row -> bytes
     measured_rows: dict[str, int] = field(default_factory=dict)
+    chip: ChipReading | None = None  # its sensors, not older than 5 s; None: nothing is known
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from typing import Any
 from cluster.client import EngineState, EngineStatus, HeatStatus, NotServing, RankStatus
 from cluster.engine_metrics import BuildInfo, EngineMetrics
 from cluster.failure import public_text
-from cluster.gang import LOADING, Launcher
+from cluster.gang import LOADING, Gang, Launcher
 from cluster.heat_watch import HeatListener, HeatWatch
 from cluster.holds import Holds
 from cluster.rank_status import rank_status
@@ -27,7 +27,7 @@ from cluster.thermal_guard import HeatLimits, ThermalGuard, Verdict
 from placement.config import EngineConfig
 from placement.errors import ClientError, ErrorKind, NrankError, RankError
 from placement.plan import Plan
-from rank_worker.device_sensors.reading import NodeReading
+from rank_worker.device_sensors.reading import ChipReading, NodeReading
 from rank_worker.guard_word import Order
 from rank_worker.load_progress import slowest
 from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
@@ -431,13 +431,24 @@ class Coordinator:
             return ()
         loading = self._loading()
         snapshots = {s.rank: s for s in session.snapshots} if session is not None else {}
+        chips = self._rank_chips(gang)
         return tuple(
             rank_status(
                 rank.identity,
                 loading.get(index) or LoadProgress(index, self._supervisor.phase),
                 snapshots.get(index),
-                session.heartbeat_age_s(index) if session is not None else 0.0,
-                self._plan.ranks[index].rows,
+                session.heartbeat_age_s(index) if session is not None else None,
+                self._plan.ranks[index],
+                chips.get(index),
             )
             for index, rank in enumerate(gang.ranks)
         )
+
+    def _rank_chips(self, gang: Gang) -> Mapping[int, ChipReading]:
+        """What the sensors say of each rank's chip; they are those of rank 0's node."""
+        if self._reading is None:
+            return {}
+        node = gang.ranks[0].identity.node
+        identities = [rank.identity for rank in gang.ranks]
+        devices = [who.physical_chip if who.node == node else -1 for who in identities]
+        return self._reading.by_rank(devices)

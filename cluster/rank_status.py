@@ -5,10 +5,11 @@ Owns no state and asks nobody.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
 from dataclasses import replace
 
 from cluster.client import RankStatus
+from placement.plan import RankPlan
+from rank_worker.device_sensors.reading import ChipReading
 from rank_worker.messages import LoadProgress, RankIdentity, RankSnapshot
 
 
@@ -16,8 +17,9 @@ def rank_status(
     identity: RankIdentity,
     progress: LoadProgress,
     snapshot: RankSnapshot | None,
-    heartbeat_age_s: float,
-    planned_rows: Mapping[str, int],
+    heartbeat_age_s: float | None,
+    plan: RankPlan,
+    chip: ChipReading | None,
 ) -> RankStatus:
     """Measured bytes are those of all ledger rows once it runs, those read before."""
     status = RankStatus(
@@ -27,12 +29,14 @@ def rank_status(
         node=identity.node,
         physical_chip=identity.physical_chip,
         heartbeat_age_s=heartbeat_age_s,
-        planned_bytes=sum(planned_rows.values()),
+        usable_bytes=plan.usable_bytes,
+        planned_bytes=sum(plan.rows.values()),
         measured_bytes=progress.read_bytes,
         weights_planned_bytes=progress.planned_bytes,
         weights_read_bytes=progress.read_bytes,
         load_seconds=progress.seconds,
-        planned_rows=dict(planned_rows),
+        planned_rows=dict(plan.rows),
+        chip=chip,
     )
     return status if snapshot is None else _running(status, snapshot)
 

@@ -42,6 +42,7 @@ class FakeRankPlan:
     rows: dict[str, int] = field(
         default_factory=lambda: {"dense": 3000, "kv_pages": 1000, "workspace": 96}
     )
+    usable_bytes: int = 5000
 
 
 @dataclass(frozen=True)
