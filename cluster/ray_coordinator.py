@@ -38,7 +38,8 @@ logger = logging.getLogger("nrank.coordinator")
 T = TypeVar("T")
 
 DELETED_S = 2.0  # between two looks at whether Serve ends the application
-HEALTH_S = 10.0  # three health checks in a row of this length: a coordinator that stands still
+# Serve kills a replica that misses three health checks in a row: it stands still.
+HEALTH_CHECKS = {"health_check_period_s": 5.0, "health_check_timeout_s": 10.0}
 COUNT_S = 1.0  # finished HTTP requests are told together, this long after the first
 ASK_S = 10.0  # a coordinator that does not answer a question for this long is not there
 TRANSPORT = (RayError, RayServeException)
@@ -312,8 +313,7 @@ def coordinator_deployment(
         "num_replicas": 1,
         "max_ongoing_requests": 1_000_000,
         "ray_actor_options": {"num_cpus": 0},
-        "health_check_period_s": 5.0,
-        "health_check_timeout_s": HEALTH_S,
+        **HEALTH_CHECKS,
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": settings.drain_timeout_s + config.step_timeout_s + 30.0,
     }

@@ -16,7 +16,7 @@ from ray.serve.handle import DeploymentHandle
 
 from cluster.ingress import EdgeSettings, make_app
 from cluster.model_card import load_model_card
-from cluster.ray_coordinator import RemoteEngine
+from cluster.ray_coordinator import HEALTH_CHECKS, RemoteEngine
 from cluster.tokens import Tokenizer
 
 
@@ -67,6 +67,7 @@ def ingress_deployment(
         "num_replicas": replicas,
         "max_ongoing_requests": 1_000_000,
         "ray_actor_options": {"num_cpus": 0},
+        **HEALTH_CHECKS,
         "graceful_shutdown_wait_loop_s": 0.1,
         "graceful_shutdown_timeout_s": drain_timeout_s + 10.0,
     }

@@ -9,6 +9,7 @@ its event loop; `raise` is a fault in its own work. Its phase is that of rank 0.
 from __future__ import annotations
 
 import os
+import signal
 import time
 from dataclasses import dataclass
 from itertools import product
@@ -16,7 +17,14 @@ from typing import Any
 
 import pytest
 
-from tests.serve.fault_server import LOAD_TIMEOUT_S, RANKS, STEP_TIMEOUT_S, FaultServer, Trace
+from tests.serve.fault_server import (
+    LOAD_TIMEOUT_S,
+    RANKS,
+    STEP_TIMEOUT_S,
+    FaultServer,
+    Trace,
+    replica_pid,
+)
 from tests.serve.faulty_rank import Order
 
 pytestmark = pytest.mark.ray
@@ -208,6 +216,19 @@ def test_the_first_event_does_not_wait_for_the_second_step(fault_server: FaultSe
     fault_server.go_ahead()
     assert stream.join().ended_well
     assert stream.text == text
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(300)
+def test_an_ingress_that_stands_still_is_replaced(fault_server: FaultServer) -> None:
+    server = fault_server.server
+    fault_server.settle()
+    before, text = server.status(), server.complete(PROMPT, SHORT)
+    pid = replica_pid(fault_server.app, "Ingress")
+    os.kill(pid, signal.SIGSTOP)
+    server.until("the end of the ingress", lambda: not os.path.exists(f"/proc/{pid}"))
+    assert server.complete(PROMPT, SHORT) == text
+    assert server.status()["epoch"] == before["epoch"]
 
 
 def check_gang(scene: Scene) -> None:
