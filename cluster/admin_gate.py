@@ -65,8 +65,9 @@ class AdminGate:
         if self.sees_peers and _is_local(request):
             return None
         return (
-            "orders are taken from this machine only, without a proxy or a browser; set "
-            "admin_token_file to take them from elsewhere with `Authorization: Bearer TOKEN`"
+            "orders are taken from this machine only, without a proxy or a browser, not from "
+            f"{peer_of(request)}; set admin_token_file to take them from elsewhere with "
+            "`Authorization: Bearer TOKEN`"
         )
 
     def _refuse_token(self, request: Request) -> str | None:
@@ -81,6 +82,11 @@ class AdminGate:
         return "orders need `Authorization: Bearer TOKEN` with the token of admin_token_file"
 
 
+def peer_of(request: Request) -> str:
+    """The address at the other end of the connection."""
+    return request.client.host if request.client is not None else "an unknown peer"
+
+
 def _is_local(request: Request) -> bool:
     names = request.headers.keys()
     if any(name in _FORWARDING or name.startswith("x-forwarded-") for name in names):
@@ -88,7 +94,7 @@ def _is_local(request: Request) -> bool:
     if "origin" in names or "sec-fetch-site" in names:
         return False
     try:
-        peer = ip_address(request.client.host if request.client is not None else "")
+        peer = ip_address(peer_of(request))
     except ValueError:
         return False
     mapped = peer.ipv4_mapped if isinstance(peer, IPv6Address) else None

@@ -12,7 +12,7 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response
 from pydantic import ValidationError
 
-from cluster.admin_gate import AdminGate
+from cluster.admin_gate import AdminGate, peer_of
 from cluster.client import EngineClient
 from cluster.http_errors import HttpError
 from cluster.protocol import HoldBody
@@ -53,8 +53,7 @@ class AdminRoutes:
         why = self._gate.refusal(request)
         if why is None:
             return None
-        peer = request.client.host if request.client is not None else "an unknown peer"
-        _LOG.warning("%s of %s is refused: %s", request.url.path, peer, why)
+        _LOG.warning("%s of %s is refused: %s", request.url.path, peer_of(request), why)
         return HttpError(403, f"POST {request.url.path}: {why}", "forbidden").response()
 
     async def _answer(self) -> Response:

@@ -37,6 +37,7 @@ from cluster.protocol import (
 )
 from cluster.request_body import read_body
 from cluster.sse import EventStream, SseResponse, until_disconnect
+from cluster.status_page import StatusPage, wants_page
 from cluster.tokenize_routes import detokenize, tokenize
 from cluster.tokens import Tokenizer
 from cluster.validate import (
@@ -106,6 +107,7 @@ class _Routes:
         self._card = card
         self._tokenizer = tokenizer
         self._settings = settings
+        self._page = StatusPage()
 
     async def chat(self, request: Request) -> Response:
         style = ChatFormat(f"chatcmpl-{uuid.uuid4().hex}", self._card.id, int(time.time()))
@@ -149,10 +151,20 @@ class _Routes:
             return JSONResponse(body)
         return JSONResponse(body, status_code=503, headers={"Retry-After": "5"})
 
-    async def status(self) -> Response:
-        status = dataclasses.asdict(await self._status())
-        snapshots = [dataclasses.asdict(item) for item in await self._engine.snapshots()]
-        return JSONResponse({**status, "snapshots": snapshots})
+    async def status(self, request: Request) -> Response:
+        """JSON, or the page for a browser."""
+        status = await self._status()
+        try:
+            snapshots = await self._engine.snapshots()
+        except NotServing:
+            snapshots = ()
+        if wants_page(request.headers.get("accept", "")):
+            response: Response = self._page.response(status, snapshots)
+        else:
+            told = [dataclasses.asdict(item) for item in snapshots]
+            response = JSONResponse({**dataclasses.asdict(status), "snapshots": told})
+        response.headers["Vary"] = "Accept"
+        return response
 
     async def experts(self) -> Response:
         """Tokens routed to each expert of each layer: what `nrank plan --counts` balances by."""
