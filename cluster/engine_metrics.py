@@ -90,6 +90,9 @@ class EngineMetrics:
         self._gauge("nrank_build_info", *astuple(build or BuildInfo())).set(1)
         for kind in ErrorKind:  # 0 from the start, so that the first one is an increase
             self._counter("nrank_requests_rejected_total", kind.value)
+            self._counter("nrank_requests_aborted_total", model_name, kind.value)
+        for end in (FinishReason.STOP, FinishReason.LENGTH):
+            self._counter("nrank_request_success_total", model_name, end.value)
         for reason in RESTART_REASONS:
             self._counter("nrank_gang_restarts_total", reason)
         self.set_state(EngineState.STARTING)

@@ -12,7 +12,8 @@ from operator import attrgetter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 from prometheus_client.registry import Collector
 
-from cluster.thermal_guard import Verdict
+from cluster.holds import HAND
+from cluster.thermal_guard import HEAT, SILENCE, Verdict
 from rank_worker.device_sensors.reading import HEALTH_WORDS, STALE_S, ChipReading, NodeReading
 from rank_worker.guard_word import Order
 
@@ -26,6 +27,7 @@ _CHIP_GAUGES = {
     "nrank_chip_bandwidth_utilisation_ratio": "bandwidth_utilisation_ratio",
     "nrank_chip_ecc_enabled": "ecc_enabled",
 }
+CAUSES = (HEAT, SILENCE, HAND)
 _ECC = {"single_bit": "ecc_single_bit", "double_bit": "ecc_double_bit"}
 
 
@@ -71,8 +73,8 @@ class HeatSeries(Collector):
         held = CounterMetricFamily(
             "nrank_hold_seconds_total", self._help_of("nrank_hold_seconds_total"), labels=["cause"]
         )
-        for cause, seconds in self.held_s.items():
-            held.add_metric([cause], seconds)
+        for cause in CAUSES:
+            held.add_metric([cause], self.held_s.get(cause, 0.0))
         yield held
         silent = self._gauge("nrank_sensor_silent_ranks")
         if self._verdict is not None:

@@ -17,7 +17,7 @@ MAY_IMPORT = {
     "rank_worker": {"placement", "ops", "rank_worker"},
     "cluster": {"placement", "ops", "rank_worker", "cluster"},
     "deploy": {"placement", "ops", "rank_worker", "cluster", "deploy"},
-    "dashboards": {"cluster"},
+    "dashboards": {"cluster", "dashboards"},
 }
 MAX_LINES = 500
 # Libraries of model families, not only those that an adapter exists for.

@@ -13,6 +13,7 @@ from prometheus_client.parser import text_string_to_metric_families
 
 from cluster.client import EngineState
 from cluster.engine_metrics import RANK_SILENT_S, BuildInfo, EngineMetrics
+from cluster.heat_series import CAUSES
 from cluster.metrics import METRICS, RESTART_REASONS, MetricType
 from cluster.thermal_guard import Verdict
 from ops.registry import REFERENCES
@@ -238,7 +239,9 @@ def test_a_plan_stands_beside_what_is_measured(metrics: EngineMetrics, read: Rea
 
 def test_whatever_may_go_wrong_is_zero_before(read: Read) -> None:
     """A counter that is born with 1 has no increase, and no alert sees it."""
-    assert {read("nrank_requests_rejected_total", reason=kind) for kind in ErrorKind} == {0}
+    for name in ("nrank_requests_rejected_total", "nrank_requests_aborted_total"):
+        assert {read(name, reason=kind) for kind in ErrorKind} == {0}
+    assert {read("nrank_hold_seconds_total", cause=one) for one in CAUSES} == {0}
     assert {read("nrank_gang_restarts_total", reason=one) for one in RESTART_REASONS} == {0}
 
 
