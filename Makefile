@@ -7,7 +7,7 @@ BIN := .venv/bin
 STAMP := .venv/installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv serve test test-slow bench lint
+.PHONY: venv serve browser test test-slow bench lint
 
 venv: $(STAMP)
 
@@ -24,7 +24,13 @@ lint: $(STAMP)
 	$(BIN)/ruff format --check .
 	$(BIN)/mypy
 
+# For the test of the status page: Chromium where there is none, for this user, else by apt as root.
+browser: $(STAMP)
+	$(BIN)/python -m tests.serve.browser || $(BIN)/playwright install chromium || \
+		(apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium)
+
 test: lint
+	@$(MAKE) --no-print-directory browser || echo "no Chromium: the status page goes untested"
 	$(BIN)/pytest -m "not slow" $(ARGS)
 
 test-slow: $(STAMP)

@@ -80,7 +80,7 @@ def test_what_it_says() -> None:
     for part in (
         "m serving", "3 running, of at most 8", "4 waiting", "1 restarts", "Rank 0 running",
         "Temperature 88 °C", "Health ok", "Utilisation 25 %", "Heartbeat 0.4 s ago", "Step 12,345",
-        "Chip 5.1 (3)", "planned 30.00 GiB · measured 20.00 GiB · limit 40.00 GiB",
+        "Chip 5.1 (3)", "planned 30.00 GiB · measured 20.00 GiB of tensors · limit 40.00 GiB",
         "Order run", "Held by hand no", "None since the server started.", "Ranks 1 on cpu",
         "Context configured 8,192", "Context allocated 4,096", f"Context certified {DASH}",
         "Plan p1", "Configuration c1", "Revision r1", "Gang 2",
@@ -113,7 +113,7 @@ def test_what_is_unknown_is_a_dash_and_no_bar() -> None:
         "measured", "limit", "chip uses", "Revision", "Gang",
     ):  # fmt: skip
         assert f"{part} {DASH}" in text, part
-    assert f"{DASH} answer tokens/s {DASH} prompt tokens/s" in text
+    assert f"{DASH} generated tokens/s {DASH} prompt tokens/s" in text
     assert "<rect" not in html_of(replace(STATUS, ranks=(RankStatus(0, "placing"),)))
     sensors_only = replace(STATUS, ranks=(replace(RANK, chip=ChipReading(5, 1)),))
     assert f"Temperature {DASH} Health {DASH} Utilisation {DASH}" in words(html_of(sensors_only))
