@@ -79,10 +79,10 @@ class MetricsPort:
         registry.register(series)
         try:
             self._server, self._thread = start_http_server(port, HOST, registry)
-        except OSError as error:
+        except (OSError, OverflowError) as error:
+            reason = getattr(error, "strerror", None) or error
             raise ConfigError(
-                f"--metrics-port {port} on {HOST} can't be used: {error.strerror}; 0 takes a free "
-                f"one"
+                f"--metrics-port {port} on {HOST} can't be used: {reason}; 0 takes a free one"
             ) from None
         address = f"{HOST}:{self._server.server_port}"
         self.url = f"http://{address}/metrics"
