@@ -85,19 +85,21 @@ RATES = (
     ),
     Panel(
         "Room for sequences",
-        "nrank_kv_cache_usage_ratio, nrank_kv_pages_used of nrank_kv_pages_total, "
-        "nrank_state_slots_used of nrank_state_slots_total.",
+        "nrank_kv_cache_usage_ratio, nrank_kv_pages_used of nrank_kv_pages_capacity, "
+        "nrank_state_slots_used of nrank_state_slots_capacity.",
         "percentunit",
         (
             Query(f"max({series('nrank_kv_cache_usage_ratio')})", "pages, fullest server"),
             Query(
-                ratio(total(series("nrank_kv_pages_used")), total(series("nrank_kv_pages_total"))),
+                ratio(
+                    total(series("nrank_kv_pages_used")), total(series("nrank_kv_pages_capacity"))
+                ),
                 "pages",
             ),
             Query(
                 ratio(
                     total(series("nrank_state_slots_used")),
-                    total(series("nrank_state_slots_total")),
+                    total(series("nrank_state_slots_capacity")),
                 ),
                 "slots",
             ),

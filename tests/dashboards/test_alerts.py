@@ -6,16 +6,21 @@ import re
 import subprocess
 from dataclasses import dataclass
 from pathlib import Path
+from time import time
 from typing import Any
 
 import pytest
 import yaml
 
+from cluster.engine_metrics import EngineMetrics
 from dashboards.alerts import ALERTS
 from dashboards.query import TABLE, series
+from rank_worker.messages import RankSnapshot
 from tests.dashboards.prometheus_tools import program
 
-RULES = Path(__file__).parents[2] / "dashboards/prometheus/alerts.yml"
+ROOT = Path(__file__).parents[2]
+RULES = ROOT / "dashboards/prometheus/alerts.yml"
+MONITORING = ROOT / "deploy/monitoring"
 STEP_S = 5
 INSTANCE = "127.0.0.1:8000"
 Row = dict[str, str]
@@ -135,10 +140,9 @@ def verdict(name: str, input_series: tuple[Row, ...], fires: bool) -> dict[str, 
     }
 
 
-def promtool(*arguments: str) -> subprocess.CompletedProcess[str]:
-    return subprocess.run(
-        [str(program("promtool")), *arguments], capture_output=True, text=True, timeout=60
-    )
+def promtool(*arguments: str, text: str = "") -> subprocess.CompletedProcess[str]:
+    command = [str(program("promtool")), *arguments]
+    return subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
 
 
 def run_verdicts(folder: Path, verdicts: list[dict[str, Any]]) -> str:
@@ -156,6 +160,15 @@ def test_promtool_accepts_the_rules() -> None:
     told = promtool("check", "rules", str(RULES))
     assert not told.returncode, told.stderr
     assert f"{len(ALERTS)} rules found" in told.stdout
+
+
+def test_promtool_accepts_the_configuration_and_a_page_of_metrics() -> None:
+    told = promtool("check", "config", str(MONITORING / "prometheus.yml"))
+    assert not told.returncode, told.stderr
+    metrics = EngineMetrics("m", 2)
+    metrics.update_snapshots(RankSnapshot(rank, 1, time(), 3, pages_total=9) for rank in range(2))
+    told = promtool("check", "metrics", text=metrics.render().decode())
+    assert (told.returncode, told.stdout + told.stderr) == (0, "")
 
 
 def test_every_alert_has_a_fault_and_a_calm_case() -> None:

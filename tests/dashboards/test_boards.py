@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.metrics import METRICS, MetricSpec, MetricType
+from cluster.metrics import MetricSpec, MetricType
 from dashboards.generate import BOARDS, files
 from dashboards.query import TABLE, TARGET_LABELS, rate, series
 from tests.dashboards.board_lint import faults
@@ -155,8 +155,3 @@ def test_provisioning_points_at_the_files_there_are() -> None:
     assert jobs["nrank"]["static_configs"][0]["targets"] == ["127.0.0.1:8000"]
     (ray_files,) = jobs["ray"]["file_sd_configs"]
     assert ray_files["files"] == ["/tmp/ray/prom_metrics_service_discovery.json"]
-
-
-def test_the_table_has_no_name_twice() -> None:
-    assert len({*(spec.name for spec in METRICS)} & {*TABLE}) == len(METRICS)
-    assert all(spec.labels == tuple(dict.fromkeys(spec.labels)) for spec in TABLE.values())

@@ -14,7 +14,7 @@ from prometheus_client.parser import text_string_to_metric_families
 from cluster.client import EngineState
 from cluster.engine_metrics import RANK_SILENT_S, BuildInfo, EngineMetrics
 from cluster.heat_series import CAUSES
-from cluster.metrics import METRICS, RESTART_REASONS, MetricType
+from cluster.metrics import JOB_METRICS, METRICS, RESTART_REASONS, MetricType
 from cluster.thermal_guard import Verdict
 from ops.registry import REFERENCES
 from placement.errors import ErrorKind
@@ -116,12 +116,12 @@ def test_exactly_the_table_is_rendered(metrics: EngineMetrics) -> None:
 
 
 def test_the_tables_names_follow_prometheus() -> None:
-    names = [spec.name for spec in METRICS]
+    table = (*METRICS, *JOB_METRICS)
+    names = [spec.name for spec in table]
     assert len(names) == len(set(names))
-    for spec in METRICS:
+    for spec in table:
         assert spec.name.startswith("nrank_")
-        if spec.type is MetricType.COUNTER:
-            assert spec.name.endswith("_total")
+        assert spec.name.endswith("_total") == (spec.type is MetricType.COUNTER)
         if spec.unit:
             assert spec.unit in spec.name
         assert list(spec.buckets) == sorted(set(spec.buckets))
@@ -196,10 +196,10 @@ def test_snapshots_become_rank_series(metrics: EngineMetrics, read: Read) -> Non
     assert read("nrank_requests_running") == 2
     assert read("nrank_requests_waiting") == 1
     assert read("nrank_kv_pages_used") == 5
-    assert read("nrank_kv_pages_total") == 20
+    assert read("nrank_kv_pages_capacity") == 20
     assert read("nrank_kv_cache_usage_ratio") == 0.25
     assert read("nrank_state_slots_used") == 2
-    assert read("nrank_state_slots_total") == 8
+    assert read("nrank_state_slots_capacity") == 8
     assert read("nrank_expert_tokens_total", rank="0") == 70
     assert read("nrank_expert_tokens_total", rank="1") == 30
     assert read("nrank_rank_step_seconds_sum", rank="1") == 3.0
@@ -351,13 +351,13 @@ def test_a_load_in_progress_shows_weights_and_no_pools(
     assert read("nrank_weights_loaded_bytes_total", rank="1") == 250
     assert read("nrank_weights_load_seconds", rank="1") == 2.0
     assert read("nrank_rank_up", rank="0") == 1
-    assert read("nrank_kv_pages_total") is None
+    assert read("nrank_kv_pages_capacity") is None
     metrics.update_load(1, [replace(slow, read_bytes=900, seconds=8.0)])
     assert read("nrank_weights_loaded_bytes_total", rank="1") == 900
     metrics.update_snapshots([SNAPSHOT, replace(SNAPSHOT, rank=1, step=0, load_seconds=9.0)])
     assert read("nrank_weights_loaded_bytes_total", rank="1") == 1000
     assert read("nrank_weights_load_seconds", rank="1") == 9.0
-    assert read("nrank_kv_pages_total") == 20
+    assert read("nrank_kv_pages_capacity") == 20
     clock.now_s += RANK_SILENT_S + 1
     assert read("nrank_weights_load_seconds", rank="1") is None
 
@@ -393,7 +393,7 @@ def test_a_silent_rank_is_down_and_its_gauges_go(
     assert read("nrank_rank_up", rank="0") == 0
     assert read("nrank_rank_up", rank="1") == 0
     assert read("nrank_rank_heartbeat_age_seconds", rank="0") == RANK_SILENT_S + 1
-    assert read("nrank_kv_pages_total") is None
+    assert read("nrank_kv_pages_capacity") is None
     assert read("nrank_rank_memory_component_bytes", rank="0") is None
     assert read("nrank_requests_running") == 0
     assert read("nrank_expert_tokens_total", rank="0") == 70

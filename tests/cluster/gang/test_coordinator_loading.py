@@ -51,7 +51,7 @@ def test_status_and_metrics_tell_how_far_each_rank_is(desk: MakeDesk, drive: Dri
                 assert await metric(table, f'{name}{{rank="{rank}"}} {read}')
                 assert await metric(table, f'nrank_weights_load_seconds{{rank="{rank}"}} 1.0')
             text = (await table.coordinator.metrics_text()).decode()
-            assert "nrank_kv_pages_total{" not in text, "pools are not there yet"
+            assert "nrank_kv_pages_capacity{" not in text, "pools are not there yet"
 
     drive(body())
 
