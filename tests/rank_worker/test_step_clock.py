@@ -2,12 +2,21 @@
 
 from __future__ import annotations
 
+import os
+from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import cast
+
 import pytest
+import torch
 
 from deploy.defaults import EMBEDDED_MODEL
 from placement.config import EngineConfig
-from rank_worker import step_clock
+from rank_worker import comm_shm, step_clock
 from rank_worker.comm import LocalComm
+from rank_worker.comm_gloo import ControlGroup
+from rank_worker.comm_shm import LINE_WORDS, REDUCE, Segment, ShmComm
+from rank_worker.comm_store import Meeting
 from rank_worker.messages import EngineRequest
 from rank_worker.rank import Rank
 from rank_worker.step_clock import StepClock, StepPart
@@ -84,6 +93,35 @@ def test_a_reset_forgets_the_warm_up(time: Time) -> None:
     clock.mark(StepPart.SAMPLING)
     clock.reset()
     assert not any(clock.seconds.values())
+
+
+def test_shared_memory_tells_waiting_from_the_rest(
+    time: Time, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A peer that is late by 3 s, and then one that was there before."""
+    monkeypatch.setattr(comm_shm, "time", time)
+    descriptor = os.memfd_create("test", os.MFD_CLOEXEC)
+    os.ftruncate(descriptor, Segment.size(2, 1024))
+    segment = Segment(descriptor, 2, 1024)
+    os.close(descriptor)
+    meeting, control = SimpleNamespace(rank=0, world_size=2), SimpleNamespace(entered=0)
+    comm = ShmComm(cast(Meeting, meeting), segment, cast(ControlGroup, control), 9.0)
+
+    def peer_sums(number: int) -> None:
+        segment.flags[LINE_WORDS + 1 + (number & 1)] = REDUCE | 4 * 4 << 2
+        segment.flags[LINE_WORDS] = number
+
+    def pauses(timeout_s: float) -> Iterator[None]:
+        time.now_s += 3.0
+        peer_sums(1)
+        yield
+
+    monkeypatch.setattr(comm_shm, "_pauses", pauses)
+    comm.all_reduce_(torch.ones(4))
+    assert (comm.wait_seconds, comm.seconds) == (3.0, 3.0)
+    peer_sums(2)
+    comm.all_reduce_(torch.ones(4))
+    assert (comm.wait_seconds, comm.seconds) == (3.0, 3.0)
 
 
 def test_parts_of_a_real_engine_add_up_to_its_steps() -> None:
