@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 DONE, FAILED = 0, 1
 REPORT = "report.json"
 JOB_COPY = "working_dir_files"  # of the path where Ray unpacks a job's --working-dir
+METRICS_PORT = 9465  # where deploy/monitoring/prometheus.yml looks
 PRESET_NAMES = ("aisbench", "simple-evals", "lm-eval")
 
 
@@ -63,8 +64,8 @@ def _add_gpqa(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
         help="more attempts after one that failed (default 2)")  # fmt: skip
     add("--away", type=number(0), default=1800.0, metavar="S",
         help="seconds to wait for a server that restarts (default 1800)")  # fmt: skip
-    add("--metrics-port", type=bounded(0), default=0, metavar="P",
-        help="of this run's own /metrics (default 0: a free one)")  # fmt: skip
+    add("--metrics-port", type=bounded(0), default=METRICS_PORT, metavar="P",
+        help=f"of this run's own /metrics (default {METRICS_PORT}; 0: a free one)")  # fmt: skip
     parser.set_defaults(run=run_gpqa)
 
 
@@ -107,7 +108,7 @@ def run_gpqa(arguments: argparse.Namespace) -> int:
     """0 when every question has its answer, 1 when some failed."""
     from deploy.gpqa.evaluation import evaluate
     from deploy.gpqa.report_text import report_json, report_lines
-    from deploy.gpqa.series import write_whole
+    from deploy.gpqa.whole_file import write_whole
 
     plan = make_plan(arguments)
     try:
@@ -115,7 +116,7 @@ def run_gpqa(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("nrank: the same command resumes the run", file=sys.stderr)
         raise
-    write_whole(plan.folder / REPORT, json.dumps(report_json(report), indent=1))
+    write_whole(plan.folder / REPORT, json.dumps(report_json(report), indent=1) + "\n")
     print("\n".join(report_lines(report)))
     if report.failures:
         print(

@@ -12,6 +12,7 @@ import sys
 import time
 from collections import deque
 from collections.abc import Sequence
+from contextlib import closing
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -61,14 +62,15 @@ async def _evaluate(plan: Plan) -> Report:
     assert task is not None
     for signum in (signal.SIGINT, signal.SIGTERM):
         asyncio.get_running_loop().add_signal_handler(signum, task.cancel)
+    series = RunSeries()
     async with Endpoint(plan.base_url, plan.concurrency, plan.timeout_s) as endpoint:
         facts = await read_facts(endpoint, plan.model)
-        header = _complete(plan, facts)
-        ledger = Ledger(plan.folder, header)
-        try:
-            return await _Run(plan, endpoint, ledger).work(facts)
-        finally:
-            ledger.close()
+        with (
+            MetricsPort(series, plan.metrics_port) as metrics,
+            closing(Ledger(plan.folder, _complete(plan, facts))) as ledger,
+        ):
+            print(f"metrics: {metrics.url}", file=sys.stderr)
+            return await _Run(plan, endpoint, ledger, series).work(facts)
 
 
 def _complete(plan: Plan, facts: ServerFacts) -> Header:
@@ -90,14 +92,14 @@ def _complete(plan: Plan, facts: ServerFacts) -> Header:
 class _Run:
     """One session of a run."""
 
-    def __init__(self, plan: Plan, endpoint: Endpoint, ledger: Ledger) -> None:
+    def __init__(self, plan: Plan, endpoint: Endpoint, ledger: Ledger, series: RunSeries) -> None:
         self._plan, self._endpoint, self._ledger = plan, endpoint, ledger
         self._header = ledger.contents.header
         self._records = list(ledger.contents.records)
         done = ledger.contents.answered()
         self._left = deque(prompt for prompt in plan.prompts if prompt.question.id not in done)
         self._asker = Asker(endpoint, self._header, plan.patience)
-        self._series = RunSeries()
+        self._series = series
         self._display = Display(sys.stderr)
         self._began_s = time.monotonic()
         self._settled = 0  # in this session
@@ -114,9 +116,7 @@ class _Run:
         )
         how = "failed"
         try:
-            with MetricsPort(self._series, self._plan.metrics_port, self._plan.folder) as metrics:
-                print(f"metrics: {metrics.url}", file=sys.stderr)
-                await self._ask_all()
+            await self._ask_all()
             how = "done"
         except asyncio.CancelledError:
             how = "interrupted"

@@ -17,7 +17,7 @@ from pathlib import Path
 
 from deploy.flags import bounded
 from deploy.gpqa.dataset import ANSWERS, DOMAIN, QUESTION, RECORD_ID
-from deploy.gpqa.series import write_whole
+from deploy.gpqa.whole_file import write_whole
 
 KIND = "Subdomain"
 HEADER = (QUESTION, *ANSWERS, RECORD_ID, DOMAIN, KIND)
@@ -133,7 +133,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     writer.writerow(HEADER)
     writer.writerows(make_rows(arguments.count, arguments.seed))
     try:
-        write_whole(Path(arguments.out), text.getvalue().removesuffix("\n"))
+        write_whole(Path(arguments.out), text.getvalue())
     except OSError as error:
         parser.error(f"--out {arguments.out} can't be written: {error.strerror}")
     return 0

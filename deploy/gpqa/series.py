@@ -6,10 +6,7 @@ has no series.
 
 from __future__ import annotations
 
-import json
-import os
 from collections.abc import Iterator
-from pathlib import Path
 
 from prometheus_client import CollectorRegistry, start_http_server
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
@@ -20,7 +17,6 @@ from deploy.gpqa.report import Report
 from placement.errors import ConfigError
 
 HOST = "127.0.0.1"
-TARGETS = "prometheus_targets.json"  # file-based service discovery
 Sample = tuple[tuple[str, ...], float]  # label values after run_id, value
 
 
@@ -71,9 +67,9 @@ def _samples(report: Report, remaining_s: float | None) -> dict[str, list[Sample
 
 
 class MetricsPort:
-    """Serves `series`; a file in `folder` tells Prometheus where. Use as a context manager."""
+    """Serves `series` on this machine. Use as a context manager."""
 
-    def __init__(self, series: RunSeries, port: int, folder: Path) -> None:
+    def __init__(self, series: RunSeries, port: int) -> None:
         """Port 0 takes a free one. ConfigError when it can't be had."""
         registry = CollectorRegistry()
         registry.register(series)
@@ -84,23 +80,12 @@ class MetricsPort:
             raise ConfigError(
                 f"--metrics-port {port} on {HOST} can't be used: {reason}; 0 takes a free one"
             ) from None
-        address = f"{HOST}:{self._server.server_port}"
-        self.url = f"http://{address}/metrics"
-        self._file = folder / TARGETS
-        write_whole(self._file, json.dumps([{"targets": [address], "labels": {}}]))
+        self.url = f"http://{HOST}:{self._server.server_port}/metrics"
 
     def __enter__(self) -> MetricsPort:
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._file.unlink(missing_ok=True)
         self._server.shutdown()
         self._server.server_close()
         self._thread.join()
-
-
-def write_whole(path: Path, text: str) -> None:
-    """Readers see the file before or after, never half of it."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(text + "\n")
-    os.replace(part, path)

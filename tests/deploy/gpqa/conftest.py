@@ -47,7 +47,7 @@ class Run:
 
     def arguments(self, *more: object) -> list[str]:
         given = ("--base-url", self.server.base_url, "--data", self.data, "--out", self.folder)
-        return [str(one) for one in (*given, *more)]
+        return [str(one) for one in (*given, "--metrics-port", 0, *more)]
 
     def __call__(self, *more: object) -> int:
         return self.command("gpqa", *self.arguments(*more))

@@ -3,20 +3,22 @@
 from __future__ import annotations
 
 import io
-import json
 import socket
 from pathlib import Path
 
 import httpx
 import pytest
+import yaml
 
 from cluster.metrics import JOB_METRICS
+from deploy import eval_command
 from deploy.gpqa import display
 from deploy.gpqa.report import make_report
 from deploy.gpqa.series import MetricsPort, RunSeries
 from tests.deploy.gpqa.conftest import Run
 from tests.deploy.gpqa.ledger_samples import FAILURE, answer, contents
 
+ROOT = Path(__file__).parents[3]
 REPORT = make_report(contents(answer("q1"), answer("q3", "A")))
 DONE = make_report(contents(answer("q1"), questions=1))
 TEXT = "2/4, right 1/2 = 50.0 % (9.5-90.5), truncated 0, failed 0, 20.0 tok/s, 1:01:01 left"
@@ -57,16 +59,13 @@ def test_a_log_has_a_line_now_and_then_and_the_last_one() -> None:
     assert stream.getvalue().startswith(TEXT)
 
 
-def test_every_series_of_the_table_is_exported(tmp_path: Path) -> None:
+def test_every_series_of_the_table_is_exported() -> None:
     series = RunSeries()
     report = make_report(contents(answer("q1"), FAILURE, answer("q3", "A"), answer("q4", None)))
-    with MetricsPort(series, 0, tmp_path) as port:
-        (target,) = json.loads((tmp_path / "prometheus_targets.json").read_text())
-        assert port.url == f"http://{target['targets'][0]}/metrics"
+    with MetricsPort(series, 0) as port:
         assert httpx.get(port.url).text == ""
         series.update(report, 12.0)
         text = httpx.get(port.url).text
-    assert not (tmp_path / "prometheus_targets.json").exists()
     for spec in JOB_METRICS:
         assert f"\n{spec.name}{{" in text
     assert 'nrank_eval_answers{run_id="r1",state="failed"} 1.0' in text
@@ -76,16 +75,30 @@ def test_every_series_of_the_table_is_exported(tmp_path: Path) -> None:
     assert 'dataset="dddddddddddddddd",model_name="m",run_id="r1"} 1.0' in text
 
 
-def test_a_run_is_seen_on_its_port_while_it_lasts(run: Run) -> None:
+@pytest.fixture
+def unused_port() -> int:
+    with socket.socket() as found:
+        found.bind(("127.0.0.1", 0))
+        return int(found.getsockname()[1])
+
+
+def test_the_port_is_the_one_that_prometheus_is_told() -> None:
+    config = yaml.safe_load((ROOT / "deploy/monitoring/prometheus.yml").read_text())
+    (job,) = (job for job in config["scrape_configs"] if job["job_name"] == "nrank_eval")
+    port = eval_command.METRICS_PORT
+    assert job["static_configs"] == [{"targets": [f"127.0.0.1:{port}"]}]
+
+
+def test_a_run_is_seen_on_its_port_while_it_lasts(run: Run, unused_port: int) -> None:
     seen: list[str] = []
 
     def before(number: int) -> None:
         if number == 11:
-            (target,) = json.loads((run.folder / "prometheus_targets.json").read_text())
-            seen.append(httpx.get(f"http://{target['targets'][0]}/metrics").text)
+            seen.append(httpx.get(f"http://127.0.0.1:{unused_port}/metrics").text)
 
     run.server.before = before
-    assert run("--concurrency", 1) == 0
+    assert run("--concurrency", 1, "--metrics-port", unused_port) == 0
+    assert run.err.startswith(f"metrics: http://127.0.0.1:{unused_port}/metrics\n")
     run_id = run.ledger.header.run_id
     assert f'nrank_eval_answers{{run_id="{run_id}",state="correct"}} 10.0' in seen[0]
     assert f'nrank_eval_questions{{run_id="{run_id}"}} 20.0' in seen[0]
