@@ -32,11 +32,14 @@ JOIN_S = 30.0  # a Ray that runs already answers in seconds; Ray itself would as
 TICK_S = 0.2
 AGENT_PORT = ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
-# For the Serve of a Ray started here: a replica that misses three health checks is killed. Serve's
-# default is to ask it to drain first, which takes minutes and comes to nothing. Requests and tokens
-# go between its processes by gRPC, a third cheaper than Ray's calls and as little bounded in size;
-# an empty `grpc_proxy` keeps it from the proxy that `http_proxy` may name.
-SERVE_VARIABLES = {
+# For a Ray started here. Its processes are as urgent as the one that starts it: by default they give
+# way to all else on the machine (nice 15), a rank in the middle of a step too. For its Serve: a
+# replica that misses three health checks is killed. Serve's default is to ask it to drain first,
+# which takes minutes and comes to nothing. Requests and tokens go between its processes by gRPC, a
+# third cheaper than Ray's calls and as little bounded in size; an empty `grpc_proxy` keeps it from
+# the proxy that `http_proxy` may name.
+RAY_VARIABLES = {
+    "RAY_worker_niceness": "0",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str((2 << 30) - 1),
@@ -152,7 +155,7 @@ class RayConnection:
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")  # no report leaves unasked
         if not self._address:
             os.environ["PATH"] = search_path()
-            for name, value in SERVE_VARIABLES.items():
+            for name, value in RAY_VARIABLES.items():
                 os.environ.setdefault(name, value)
         for name in ("ray._private.worker", "ray.serve"):  # what matters, the coordinator tells
             logging.getLogger(name).setLevel(logging.ERROR)

@@ -51,9 +51,9 @@ def sensor(tmp_path_factory: pytest.TempPathFactory) -> ScriptedSensor:
 def cluster(ray_token: Path, sensor: ScriptedSensor) -> Iterator[None]:
     import ray
 
-    from deploy.local_ray import SERVE_VARIABLES
+    from deploy.local_ray import RAY_VARIABLES
 
-    os.environ.update(SERVE_VARIABLES)
+    os.environ.update(RAY_VARIABLES)
     os.environ["PATH"] = f"{sensor.folder}{os.pathsep}{os.environ['PATH']}"
     logging.getLogger("ray._private.accelerators.npu").setLevel(logging.CRITICAL)
     ray.init(

@@ -35,7 +35,10 @@ def test_ranks_get_chips_of_their_own_and_give_them_back(launcher):
             ranks = await gang.place()
             chips = [rank.identity.physical_chip for rank in ranks]
             assert len(set(chips)) == 4
-            assert len({rank.identity.pid for rank in ranks}) == 4
+            pids = {rank.identity.pid for rank in ranks}
+            assert len(pids) == 4
+            mine = os.getpriority(os.PRIO_PROCESS, 0)
+            assert {os.getpriority(os.PRIO_PROCESS, pid) for pid in pids} == {mine}
             cards = [chip // 2 for chip in chips]
             assert cards[0] == cards[1]
             assert cards[2] == cards[3]
