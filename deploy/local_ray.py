@@ -32,8 +32,8 @@ JOIN_S = 30.0  # a Ray that runs already answers in seconds; Ray itself would as
 TICK_S = 0.2
 AGENT_PORT = ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
-# For a Ray started here. Its processes are as urgent as the one that starts it: by default they give
-# way to all else on the machine (nice 15), a rank in the middle of a step too. For its Serve: a
+# For a Ray started here. Its processes are as urgent as the one that starts it; by default they
+# give way to all else on the machine (nice 15), a rank in the middle of a step too. For Serve: a
 # replica that misses three health checks is killed. Serve's default is to ask it to drain first,
 # which takes minutes and comes to nothing. Requests and tokens go between its processes by gRPC, a
 # third cheaper than Ray's calls and as little bounded in size; an empty `grpc_proxy` keeps it from
