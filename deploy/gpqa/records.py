@@ -41,13 +41,16 @@ class Header:
     schema: int = SCHEMA
 
     def differences(self, other: Header) -> list[str]:
-        """Fields in which two runs differ, as `name mine -> other's`; their names apart."""
-        return [
-            f"{one.name} {mine} -> {theirs}"
-            for one in fields(self)
-            if one.name not in ("run_id", "created_at")
-            and (mine := getattr(self, one.name)) != (theirs := getattr(other, one.name))
-        ]
+        """Settings in which two runs differ, as `name mine -> other's`. Their names don't count."""
+        names = [one.name for one in fields(self) if one.name not in ("run_id", "created_at")]
+        moved = [name for name in names if getattr(self, name) != getattr(other, name)]
+        if "preset" in moved and "preset_sha256" in moved:
+            moved.remove("preset_sha256")  # says the same
+        return [f"{name} {self._short(name)} -> {other._short(name)}" for name in moved]
+
+    def _short(self, name: str) -> str:
+        value = str(getattr(self, name))
+        return value[:12] if name.endswith("sha256") else value
 
 
 @dataclass(frozen=True)

@@ -63,8 +63,10 @@ def test_one_process_writes_at_a_time(tmp_path: Path) -> None:
 def test_another_run_does_not_resume_and_is_not_changed(tmp_path: Path) -> None:
     write(tmp_path, ANSWER)
     before = (tmp_path / FILE).read_bytes()
-    with pytest.raises(ConfigError, match=r"another run: dataset_sha256 d+ -> e, model m -> n; "):
-        Ledger(tmp_path, replace(HEADER, model="n", dataset_sha256="e"))
+    with pytest.raises(
+        ConfigError, match=r"another run: dataset_sha256 d{12} -> e{12}, model m -> n; "
+    ):
+        Ledger(tmp_path, replace(HEADER, model="n", dataset_sha256="e" * 64))
     assert (tmp_path / FILE).read_bytes() == before
     again = replace(HEADER, run_id="other", created_at=9.0)  # as every resumed run has
     ledger = Ledger(tmp_path, again)
