@@ -8,10 +8,11 @@ from collections.abc import Iterator
 from typing import Any
 
 import pytest
-from prometheus_client import CollectorRegistry, Counter, Gauge, start_http_server
 
-from cluster.metrics import JOB_METRICS, MetricSpec, MetricType
 from dashboards.generate import BOARDS
+from deploy.gpqa.report import make_report
+from deploy.gpqa.series import MetricsPort, RunSeries
+from tests.deploy.gpqa.ledger_samples import answer, contents
 from tests.serve.prometheus_server import Prometheus, prometheus
 from tests.serve.scripted_sensor import ScriptedSensor
 
@@ -20,15 +21,6 @@ pytestmark = [pytest.mark.ray]
 WINDOW = "60s"
 # Only DCMI tells it, and npu-smi is what the chips here have.
 NEVER_HERE = re.compile("nrank_chip_shutdown_celsius")
-JOB_LABELS = {
-    "run_id": ("r1",),
-    "model_name": ("m",),
-    "dataset": ("d",),
-    "state": ("correct", "wrong"),
-    "rule": ("strict", "robust"),
-    "end": ("low", "high"),
-    "kind": ("prompt", "completion"),
-}
 
 
 class Watched:
@@ -65,31 +57,11 @@ class Watched:
         self.server.until(name, lambda: name in seen())
 
 
-def job_exporter() -> tuple[Any, int]:
-    """What an evaluation exports while it lasts, with some value for each series of the table."""
-    registry = CollectorRegistry()
-    for spec in JOB_METRICS:
-        family = _family(spec, registry)
-        for values in _label_values(spec):
-            one = family.labels(*values)
-            if isinstance(one, Counter):
-                one.inc(5)
-            else:
-                one.set(0.5)
-    server, _ = start_http_server(0, "127.0.0.1", registry)
-    return server, server.server_port
-
-
-def _family(spec: MetricSpec, registry: CollectorRegistry) -> Counter | Gauge:
-    kind = Counter if spec.type is MetricType.COUNTER else Gauge
-    return kind(spec.name, spec.help, spec.labels, registry=registry)
-
-
-def _label_values(spec: MetricSpec) -> list[tuple[str, ...]]:
-    found: list[tuple[str, ...]] = [()]
-    for label in spec.labels:
-        found = [(*one, value) for one in found for value in JOB_LABELS[label]]
-    return found
+def evaluation_series() -> RunSeries:
+    """What `nrank eval gpqa` exports, two answers into its run."""
+    series = RunSeries()
+    series.update(make_report(contents(answer("q1"), answer("q2", "A"))), remaining_s=60.0)
+    return series
 
 
 @pytest.fixture(scope="module")
@@ -113,17 +85,17 @@ def watched(
     serve.run(application(config), name="watched", route_prefix="/watched", logging_config=quiet())
     server = Server(f"http://127.0.0.1:{serve_port}/watched")
     server.wait_ready()
-    job, job_port = job_exporter()
-    targets = {
-        "nrank": f"{server.base_url}/metrics",
-        "nrank_eval": f"http://127.0.0.1:{job_port}/metrics",
-    }
-    with prometheus(tmp_path_factory.mktemp("prometheus"), targets) as watcher:
+    folder = tmp_path_factory.mktemp("prometheus")
+    with (
+        MetricsPort(evaluation_series(), 0) as evaluation,
+        prometheus(
+            folder, {"nrank": f"{server.base_url}/metrics", "nrank_eval": evaluation.url}
+        ) as watcher,
+    ):
         found = Watched(server, sensor, watcher)
         server.until("a first scrape", lambda: bool(watcher.query("nrank_build_info")))
         yield found
         found.close()
-    job.shutdown()
     serve.delete("watched")
 
 
