@@ -1,10 +1,14 @@
-"""How far a run is: one line redrawn on a terminal, a line now and then elsewhere."""
+"""How far a run is: one line redrawn on a terminal, a line now and then elsewhere.
+
+A terminal that was closed ends no run: what can't be written is not seen, and that is all.
+"""
 
 from __future__ import annotations
 
 import os
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from typing import TextIO
 
 from deploy.gpqa.report import Report
@@ -24,18 +28,22 @@ class Display:
         self._drawn = False
 
     def update(self, report: Report, remaining_s: float | None) -> None:
+        text = progress_text(report, remaining_s)
         if self._redraws:
-            line = f"{_bar(report)} {progress_text(report, remaining_s)}"
-            self._stream.write(f"\r{line[: self._columns() - 1]}\x1b[K")
+            line = f"{_bar(report)} {text}"
+            self._write(f"\r{line[: self._columns() - 1]}\x1b[K")
             self._drawn = True
         elif self._clock() >= self._next_s or report.is_complete:
             self._next_s = self._clock() + LINE_S
-            self._stream.write(f"{progress_text(report, remaining_s)}\n")
-        self._stream.flush()
+            self._write(f"{text}\n")
 
     def close(self) -> None:
         if self._drawn:
-            self._stream.write("\n")
+            self._write("\n")
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(text)
             self._stream.flush()
 
     def _columns(self) -> int:

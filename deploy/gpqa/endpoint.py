@@ -117,7 +117,7 @@ class Endpoint:
         try:
             async with asyncio.timeout(self._timeout_s):
                 await self._stream(_body(header, prompt), reply)
-        except httpx.ConnectError as error:
+        except (httpx.ConnectError, httpx.ConnectTimeout) as error:
             raise Away("can't connect", str(error), Cause.GONE, None) from None
         except TimeoutError:
             raise AttemptFailed(f"no whole answer within {self._timeout_s:g} s") from None

@@ -21,7 +21,7 @@ from deploy.gpqa.display import Display
 from deploy.gpqa.endpoint import Endpoint
 from deploy.gpqa.ledger import Contents, Ledger
 from deploy.gpqa.presets import Prompt
-from deploy.gpqa.records import End, Header, Record, Session
+from deploy.gpqa.records import End, Failure, Header, Record, Session
 from deploy.gpqa.report import Report, make_report
 from deploy.gpqa.series import MetricsPort, RunSeries
 from deploy.gpqa.server_facts import ServerFacts, read_counters, read_facts
@@ -95,7 +95,10 @@ class _Run:
     def __init__(self, plan: Plan, endpoint: Endpoint, ledger: Ledger, series: RunSeries) -> None:
         self._plan, self._endpoint, self._ledger = plan, endpoint, ledger
         self._header = ledger.contents.header
-        self._records = list(ledger.contents.records)
+        # Questions that failed in earlier sessions are asked again, so they are not settled.
+        self._records: list[Record] = [
+            record for record in ledger.contents.records if not isinstance(record, Failure)
+        ]
         done = ledger.contents.answered()
         self._left = deque(prompt for prompt in plan.prompts if prompt.question.id not in done)
         self._asker = Asker(endpoint, self._header, plan.patience)

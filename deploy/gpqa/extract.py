@@ -38,8 +38,9 @@ _BOXED = re.compile(r"\\boxed\s*\{[\s(\[\"'$]*([A-Da-d])[\s)\]\"'$.]*\}")
 _CLOSERS = r"[)\]}\"'\u201d\u2019$.,:;。!\\]*"
 _ENDS_LINE = re.compile(rf"{_CLOSERS}\s*?(?:\n|$)")
 _LABELS = re.compile(r"[)\].:]")
+_ANSWER = re.compile(r"answer|答案", re.I)
 _SECOND = re.compile(
-    rf"{_CLOSERS}\s*(?:,|/|&|\band\b|\bor\b|和|或|、){_OPENING}(?:(?:option|choice)\s+)?"
+    rf"{_CLOSERS}\s*(?:,|/|&|(?i:\band\b|\bor\b)|和|或|、){_OPENING}(?:(?:option|choice)\s+)?"
     rf"[A-D](?![A-Za-z0-9_'\u2019=]|-\w)"
 )
 _LONE = re.compile(rf"[\s(\[\"'\u201c$]*([A-Da-d]){_CLOSERS}\s*")
@@ -100,12 +101,13 @@ def _mentions(text: str) -> Iterator[tuple[int, str | None]]:
 
 
 def _counts(text: str, found: re.Match[str]) -> bool:
-    """A lower-case letter ends its line, and one below its marker is labelled or ends it, too.
+    """A lower-case letter ends its line; so does one below its marker, or "answer" labels it.
 
-    Else it is an article or the first word of a sentence.
+    Else it is an article, the first word of a sentence, or the first of the options in a list.
     """
     ends_line = _ENDS_LINE.match(text, found.end()) is not None
     if found[1].islower():
         return ends_line
-    is_below = "\n" in found[0]
-    return not is_below or ends_line or _LABELS.match(text, found.end()) is not None
+    if ends_line or "\n" not in found[0]:
+        return True
+    return bool(_ANSWER.match(found[0]) and _LABELS.match(text, found.end()))

@@ -57,6 +57,7 @@ class Ledger:
         """
         self.path = Path(folder) / FILE
         self._fd = _open(self.path)
+        self._failed = ""
         try:
             self._lock()
             self.contents = self._resume(header)
@@ -98,23 +99,25 @@ class Ledger:
         return contents
 
     def _write(self, line: bytes) -> None:
+        """Nothing more after a failure: half a line may be there, which only resuming cuts off."""
         try:
-            while line:
+            while line and not self._failed:
                 line = line[os.write(self._fd, line) :]
             os.fsync(self._fd)
         except OSError as error:
+            self._failed = self._failed or str(error.strerror)
+        if self._failed:
             raise LedgerFailure(
-                f"{self.path} can't be written: {error.strerror}; the run resumes with the same "
+                f"{self.path} can't be written: {self._failed}; the run resumes with the same "
                 f"command"
-            ) from None
+            )
 
 
 def _open(path: Path) -> int:
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        ignore = path.parent / ".gitignore"
-        if not ignore.exists():
-            ignore.write_text(IGNORE)
+        if not path.parent.exists():  # a folder that was there may hold more than a run
+            path.parent.mkdir(parents=True)
+            (path.parent / ".gitignore").write_text(IGNORE)
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(

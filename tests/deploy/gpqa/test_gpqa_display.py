@@ -59,6 +59,16 @@ def test_a_log_has_a_line_now_and_then_and_the_last_one() -> None:
     assert stream.getvalue().startswith(TEXT)
 
 
+def test_a_terminal_that_was_closed_ends_nothing() -> None:
+    class Lost(io.StringIO):
+        def write(self, text: str) -> int:
+            raise OSError(5, "Input/output error")
+
+    lines = display.Display(Lost())
+    lines.update(DONE, None)
+    lines.close()
+
+
 def test_every_series_of_the_table_is_exported() -> None:
     series = RunSeries()
     report = make_report(contents(answer("q1"), FAILURE, answer("q3", "A"), answer("q4", None)))

@@ -53,6 +53,10 @@ def test_both_rules_read_the_table(case: dict[str, str]) -> None:
         ("\\boxed{AB}", None),
         ("ABCD", None),
         ("d", "D"),
+        ("Answer: A OR C", None),
+        ("Let me check each option:\n\nA) too small", None),
+        ("Which choice\nB. is it", None),
+        ("Option:\nC", "C"),
         ("It is\nAn answer", None),
     ],
 )

@@ -105,6 +105,14 @@ def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
         read_ledger(tmp_path)
 
 
+def test_only_a_folder_of_its_own_is_kept_out_of_repositories(tmp_path: Path) -> None:
+    Ledger(tmp_path, HEADER).close()
+    assert not (tmp_path / ".gitignore").exists()
+    Ledger(tmp_path / "new" / "run", HEADER).close()
+    assert (tmp_path / "new" / "run" / ".gitignore").read_text() == "*\n"
+    assert not (tmp_path / "new" / ".gitignore").exists()
+
+
 def test_a_record_is_synced_before_append_returns(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -116,15 +124,27 @@ def test_a_record_is_synced_before_append_returns(
     ledger.close()
 
 
-def test_a_full_disk_is_a_failure_in_one_line(
+def test_a_full_disk_ends_the_writing_and_the_run_resumes(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    """Room for half a record: a shorter one that would fit after it must not be put there."""
     ledger = Ledger(tmp_path, HEADER)
+    write, room = os.write, [40]
 
-    def full(fd: int, data: bytes) -> int:
-        raise OSError(28, "No space left on device")
+    def limited(fd: int, data: bytes) -> int:
+        if room[0] == 0:
+            room[0] = 1000
+            raise OSError(28, "No space left on device")
+        written = write(fd, data[: room[0]])
+        room[0] -= written
+        return written
 
-    monkeypatch.setattr(os, "write", full)
-    with pytest.raises(LedgerFailure, match="No space left on device; the run resumes"):
-        ledger.append(ANSWER)
+    monkeypatch.setattr(os, "write", limited)
+    for record in (ANSWER, End(2.0, "failed")):
+        with pytest.raises(LedgerFailure, match="No space left on device; the run resumes"):
+            ledger.append(record)
     ledger.close()
+    monkeypatch.undo()
+    resumed = Ledger(tmp_path, HEADER)
+    assert resumed.contents.records == ()
+    resumed.close()

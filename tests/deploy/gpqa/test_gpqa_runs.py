@@ -97,6 +97,7 @@ def test_a_broken_answer_is_asked_for_again_as_before(run: Run, fault: Fault, re
 
     run.server.faults.extend([fault] * 2)
     assert run("--concurrency", 1, "--retries", 2) == 0
+    assert "19/20, right 19/19" in run.err  # before it was asked again, it is not settled
     assert answers(run)[-1].attempts == 3
     assert "20/20" in run.out
     assert "1 answers retried" in run.out
