@@ -7,9 +7,12 @@ has no series.
 from __future__ import annotations
 
 from collections.abc import Iterator
+from threading import Thread
+from wsgiref.simple_server import WSGIRequestHandler, make_server
 
-from prometheus_client import CollectorRegistry, start_http_server
+from prometheus_client import CollectorRegistry
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
+from prometheus_client.exposition import ThreadingWSGIServer, make_wsgi_app
 from prometheus_client.registry import Collector
 
 from cluster.metrics import JOB_METRICS, MetricType
@@ -17,6 +20,7 @@ from deploy.gpqa.report import Report
 from placement.errors import ConfigError
 
 HOST = "127.0.0.1"
+POLL_S = 0.05  # how soon the port sees that the run is over
 Sample = tuple[tuple[str, ...], float]  # label values after run_id, value
 
 
@@ -66,6 +70,11 @@ def _samples(report: Report, remaining_s: float | None) -> dict[str, list[Sample
     }
 
 
+class _Quiet(WSGIRequestHandler):
+    def log_message(self, format: str, *args: object) -> None:
+        """Scrapes are not worth a line."""
+
+
 class MetricsPort:
     """Serves `series` on this machine. Use as a context manager."""
 
@@ -74,13 +83,18 @@ class MetricsPort:
         registry = CollectorRegistry()
         registry.register(series)
         try:
-            self._server, self._thread = start_http_server(port, HOST, registry)
+            self._server = make_server(
+                HOST, port, make_wsgi_app(registry), ThreadingWSGIServer, _Quiet
+            )
         except (OSError, OverflowError) as error:
             reason = getattr(error, "strerror", None) or error
             raise ConfigError(
                 f"--metrics-port {port} on {HOST} can't be used: {reason}; 0 takes a free one"
             ) from None
         self.url = f"http://{HOST}:{self._server.server_port}/metrics"
+        serve = self._server.serve_forever
+        self._thread = Thread(target=serve, args=(POLL_S,), name="metrics", daemon=True)
+        self._thread.start()
 
     def __enter__(self) -> MetricsPort:
         return self
