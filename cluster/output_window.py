@@ -14,7 +14,7 @@ from rank_worker.messages import TokenBatch
 
 FAST_S = 0.025  # a token later than this after the one before it is worth a message of its own
 LEAST_S = 0.01
-MOST_S = 0.05  # text that comes at this interval still flows to a reader's eye
+MOST_S = 0.08  # text that comes at this interval still flows to a reader's eye
 
 Poll = Callable[[float], tuple[TokenBatch, ...]]
 

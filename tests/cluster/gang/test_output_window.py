@@ -92,10 +92,10 @@ def test_a_new_request_beside_a_fast_one_is_not_kept_waiting() -> None:
 
 
 def test_a_token_before_a_pause_waits_no_longer_than_a_fast_step_takes() -> None:
-    fast = [batch(index) for index in range(40)]
+    fast = [batch(index) for index in range(44)]
     steps = Steps(fast)
     left_s, tokens = messages(steps, announced(steps, "a"))[-1]
-    assert tokens[-1] == 39
+    assert tokens[-1] == 43
     assert left_s - fast[-1].time_s == pytest.approx(FAST_S)
 
 
