@@ -30,6 +30,7 @@ OPEN_S = 180.0
 PROBE_S = 5.0
 JOIN_S = 30.0  # a Ray that runs already answers in seconds; Ray itself would ask for minutes
 TICK_S = 0.2
+MESSAGE_CHARACTERS = 500
 AGENT_PORT = ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
 TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 # For a Ray started here. Its processes are as urgent as the one that starts it; by default they
@@ -175,6 +176,8 @@ class RayConnection:
             return ConfigError(text)
         if self._address:
             return _no_ray(self._address, text)
+        if len(text) > MESSAGE_CHARACTERS:  # Ray may quote whole logs; how it ended stands last
+            text = f"... {text[-MESSAGE_CHARACTERS:]}"
         return RankError(f"a local Ray could not be started: {text}")
 
     def end(self, app_name: str) -> None:

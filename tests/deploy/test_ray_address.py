@@ -11,7 +11,7 @@ import pytest
 
 from deploy import cli
 from deploy.local_ray import RayConnection, agent_port_free, check_address, search_path
-from placement.errors import ConfigError
+from placement.errors import ConfigError, RankError
 
 
 @pytest.fixture
@@ -77,3 +77,19 @@ class _Mute:
 
     def is_alive(self) -> bool:
         return True
+
+
+def test_a_ray_that_does_not_start_is_told_in_one_short_line(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    def fail(**_: object) -> None:
+        raise RuntimeError("a log\n" * 5000 + "no space left on device")
+
+    monkeypatch.setattr(os, "environ", os.environ.copy())
+    monkeypatch.setattr("ray.init", fail)
+    with pytest.raises(RankError) as caught:
+        RayConnection("", {}).open(lambda: None)
+    text = str(caught.value)
+    assert text.startswith("a local Ray could not be started: ... ")
+    assert text.endswith("no space left on device")
+    assert len(text) < 600
