@@ -80,10 +80,20 @@ class Reply:
     reasoning: str = field(default="", repr=False)
     content: str = field(default="", repr=False)
     usage: dict[str, Any] = field(default_factory=dict)
+    prompt_tokens: int = 0
+    completion_tokens: int = 0
+    reasoning_tokens: int = 0
+    accepted_tokens: int = 0  # drafts, like the next; 0 where the server counts none
+    rejected_tokens: int = 0
 
-    def detail(self, group: str, name: str) -> int:
-        """A count of `usage`, 0 where the server has none."""
-        return int((self.usage.get(group) or {}).get(name) or 0)
+    def count(self) -> None:
+        """Reads `usage`. KeyError, TypeError and the like when it isn't one."""
+        details = self.usage.get("completion_tokens_details") or {}
+        self.prompt_tokens = int(self.usage["prompt_tokens"])
+        self.completion_tokens = int(self.usage["completion_tokens"])
+        self.reasoning_tokens = int(details.get("reasoning_tokens") or 0)
+        self.accepted_tokens = int(details.get("accepted_prediction_tokens") or 0)
+        self.rejected_tokens = int(details.get("rejected_prediction_tokens") or 0)
 
 
 class Endpoint:
@@ -107,9 +117,9 @@ class Endpoint:
     async def __aexit__(self, *_: object) -> None:
         await self._http.aclose()
 
-    async def get(self, path: str, limit_s: float = CONNECT_S) -> httpx.Response:
+    async def get(self, path: str) -> httpx.Response:
         """A small answer of the server's own; httpx.HTTPError when there is none."""
-        return await self._http.get(path, timeout=limit_s)
+        return await self._http.get(path, timeout=CONNECT_S)
 
     async def ask(self, header: Header, prompt: str) -> Reply:
         """The whole answer. Raises AttemptFailed, of which Refused and Away are kinds."""
@@ -141,17 +151,25 @@ class Endpoint:
         reply.ended_at = time.time()
         if not ended or not reply.finish_reason:
             raise AttemptFailed("the stream ended before the answer did")
-        if "completion_tokens" not in reply.usage:
+        if not reply.usage:
             raise AttemptFailed("the answer has no usage")
+        reply.count()
 
 
 def server_url(base_url: str) -> str:
-    """Without /v1 and slashes. ConfigError when it is no address of a server."""
+    """Without /v1 and slashes. ConfigError when it is no address of a server, or holds a password.
+
+    The address is printed and stored.
+    """
     try:
         parts = urlsplit(base_url)
         usable = parts.scheme in ("http", "https") and bool(parts.hostname) and parts.port != 0
     except ValueError:  # a port that is none, brackets that don't close
         usable = False
+    if usable and "@" in parts.netloc:
+        raise ConfigError(
+            "--base-url holds a name or password, which would be stored; leave it out"
+        )
     if not usable:
         raise ConfigError(f"--base-url {base_url} is no address; give one like http://host:8000")
     return base_url.rstrip("/").removesuffix("/v1").rstrip("/")
@@ -186,14 +204,14 @@ def _take(event: dict[str, Any], reply: Reply) -> bool:
     """Whether it brought text."""
     if error := event.get("error"):
         raise _stream_failure(error)
-    reply.id = event.get("id") or reply.id
+    reply.id = str(event.get("id") or reply.id)
     reply.usage = event.get("usage") or reply.usage
     before = len(reply.reasoning) + len(reply.content)
     for choice in event.get("choices") or ():
         delta = choice.get("delta") or {}
         reply.reasoning += delta.get("reasoning") or delta.get("reasoning_content") or ""
         reply.content += delta.get("content") or ""
-        reply.finish_reason = choice.get("finish_reason") or reply.finish_reason
+        reply.finish_reason = str(choice.get("finish_reason") or reply.finish_reason)
     return len(reply.reasoning) + len(reply.content) > before
 
 

@@ -37,6 +37,7 @@ class Fault:
     truncated: bool = False
     content: str | None = None
     reasoning: str = ""
+    usage: Any = None
 
 
 @dataclass
@@ -164,7 +165,7 @@ def _handler(owner: ScriptedServer) -> type[BaseHTTPRequestHandler]:
                 "completion_tokens": 10,
                 "completion_tokens_details": {**details, "rejected_prediction_tokens": 2},
             }
-            self._event({"id": "c-1", "choices": [], "usage": usage})
+            self._event({"id": "c-1", "choices": [], "usage": fault.usage or usage})
             self.wfile.write(b"data: [DONE]\n\n")
             self.close_connection = True
 

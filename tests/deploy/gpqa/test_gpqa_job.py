@@ -110,6 +110,12 @@ def test_an_address_that_is_none_is_bad_input(run: Run, url: str) -> None:
     assert run.err.startswith(f"nrank: --base-url {url} is no address")
 
 
+def test_an_address_with_a_password_is_not_repeated(run: Run) -> None:
+    assert run("--base-url", "http://me:hush@host:1/v1") == 2
+    assert "holds a name or password" in run.err
+    assert "hush" not in run.err
+
+
 @pytest.mark.parametrize(
     ("flags", "told"),
     [
