@@ -31,6 +31,11 @@ class _Pair:
     def ratio(self) -> float:
         return median(self.rounds_s) / max(median(self.plain_s), 1e-9)
 
+    @property
+    def is_sound(self) -> bool:
+        """A round can't be faster than a plain step: where it was, that step was disturbed."""
+        return bool(self.rounds_s) and self.ratio > 1
+
 
 @dataclass
 class DraftCost:
@@ -67,7 +72,8 @@ class DraftCost:
 
     def wants_plain(self, rows: int) -> bool:
         """True when a plain step should be made now, because none was measured for long."""
-        known = len(self._pairs.get(rows, ()))
+        pairs = self._pairs.get(rows, ())
+        known = sum(not pair.rounds_s or pair.is_sound for pair in pairs)
         if not known and self._measured(rows) is None:
             return True
         return self._rounds_since.get(rows, 0) >= INTERVALS[min(known, len(INTERVALS) - 1)]
@@ -89,7 +95,7 @@ class DraftCost:
         known = {
             count: ratios
             for count, pairs in self._pairs.items()
-            if (ratios := [pair.ratio for pair in pairs if pair.rounds_s])
+            if (ratios := [pair.ratio for pair in pairs if pair.is_sound])
         }
         if not known:
             return None

@@ -192,11 +192,25 @@ def test_one_disturbed_step_changes_nothing(disturbed: str) -> None:
 
 
 def test_a_ratio_that_can_not_be_is_cut() -> None:
-    for plain, seconds, ratio in ((9.0, 2.0, 1.0), (1.0, 20.0, 3.0), (0.0, 0.0, 1.0)):
-        cost = DraftCost(2)
-        cost.saw_plain(1, plain)
-        cost.saw_round(1, seconds)
-        assert cost.ratio(1) == ratio
+    cost = DraftCost(2)
+    cost.saw_plain(1, 1.0)
+    cost.saw_round(1, 20.0)
+    assert cost.ratio(1) == 3.0
+
+
+def test_a_plain_step_that_was_disturbed_is_forgotten_and_made_again_soon() -> None:
+    cost = DraftCost(2)
+    for rows in (1, 4):
+        cost.saw_plain(rows, 1.0 if rows == 1 else 9.0)
+        cost.saw_round(rows, 1.75)
+    assert cost.ratio(4) == 1.75, "that of the nearest number of rows"
+    for _ in range(INTERVALS[0] - 1):
+        assert not cost.wants_plain(4)
+        cost.saw_round(4, 2.25)
+    assert cost.wants_plain(4)
+    cost.saw_plain(4, 1.0)
+    cost.saw_round(4, 2.25)
+    assert cost.ratio(4) == 2.25
 
 
 def test_plain_steps_are_made_at_first_and_then_seldom() -> None:
