@@ -109,6 +109,7 @@ class EngineStatus:
     configured_tokens: int = 0
     allocated_tokens: int = 0
     certified_tokens: int = 0
+    certified_warning: str = ""  # why the evidence file certifies nothing here
     last_failure: Failure | None = None  # of this server's gangs
     slowest_rank: int = -1  # while ranks load: the one that the others will wait for
     start: StartReport | None = None  # of the gang that serves now

@@ -26,6 +26,7 @@ from cluster.supervisor import RestartPolicy, Supervisor
 from cluster.thermal_guard import HeatLimits, ThermalGuard, Verdict
 from placement.config import EngineConfig
 from placement.errors import ClientError, ErrorKind, NrankError, RankError
+from placement.evidence import Claim
 from placement.plan import Plan
 from rank_worker.device_sensors.reading import ChipReading, NodeReading
 from rank_worker.guard_word import Order
@@ -59,6 +60,7 @@ class CoordinatorSettings:
     config_hash: str = ""
     config: dict[str, Any] = field(default_factory=dict)  # as resolved, for /status
     build: BuildInfo = field(default_factory=BuildInfo)
+    claim: Claim | None = None  # None: no evidence of a context length was given
 
 
 class Coordinator:
@@ -72,6 +74,7 @@ class Coordinator:
         settings: CoordinatorSettings,
     ) -> None:
         self._config = config
+        plan, self._certified_warning = certified(plan, settings.claim)
         self._plan = plan
         self._settings = settings
         self._streams = StreamTable()
@@ -380,6 +383,7 @@ class Coordinator:
             configured_tokens=plan.context.configured_tokens,
             allocated_tokens=plan.context.allocated_tokens,
             certified_tokens=plan.context.certified_tokens,
+            certified_warning=self._certified_warning,
             last_failure=supervisor.last_failure,
             slowest_rank=late.rank if late is not None else -1,
             start=self._start,
@@ -452,3 +456,13 @@ class Coordinator:
         identities = [rank.identity for rank in gang.ranks]
         devices = [who.physical_chip if who.node == node else -1 for who in identities]
         return self._reading.by_rank(devices)
+
+
+def certified(plan: Plan, claim: Claim | None) -> tuple[Plan, str]:
+    """The plan with the length that evidence certifies for it, and what is wrong with that."""
+    if claim is None:
+        return plan, ""
+    tokens, warning = claim.standing(plan.plan_id)
+    if warning:
+        logger.warning("%s", warning)
+    return replace(plan, context=replace(plan.context, certified_tokens=tokens)), warning

@@ -221,6 +221,8 @@ class _Routes:
             "allocated_tokens": status.allocated_tokens,
             "certified_tokens": status.certified_tokens,
         }
+        if status.certified_warning:
+            entry["context"]["warning"] = status.certified_warning
         return entry
 
 

@@ -17,6 +17,7 @@ from typing import NoReturn
 
 from deploy import (
     bench_command,
+    certify_command,
     doctor_command,
     eval_command,
     generate_command,
@@ -30,7 +31,7 @@ from placement.errors import CheckpointError, ClientError, ConfigError, NrankErr
 DONE, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = (
     serve_command, generate_command, plan_command, inspect_command, doctor_command,
-    report_command, bench_command, eval_command,
+    report_command, bench_command, eval_command, certify_command,
 )  # fmt: skip
 TOP_LEVEL_NAMES = ("placement", "ops", "rank_worker", "cluster")
 

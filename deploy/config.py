@@ -43,6 +43,7 @@ class ServeConfig(BaseModel):
     chips: int = Field(0, ge=0)  # 0: as many as ranks, or as the machine has
     chip_profile: str = ""  # empty: the device's
     usable_bytes: int = Field(0, ge=0)  # of each chip; 0: as the profile says
+    evidence_file: str = ""  # of the context length, as `nrank certify` writes; empty: none
     ownership_file: str = ""  # experts by rank, as `nrank plan --json` writes; empty: contiguous
     mtp: int | None = Field(None, ge=0, le=4)  # draft tokens a step, 0: off; null: the model's
     mtp_auto: bool = True  # a request that drafts slow down stops drafting

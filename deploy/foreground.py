@@ -27,6 +27,7 @@ from deploy.load_display import LoadDisplay, LoadLines, is_terminal
 from deploy.serve import admin_gate, application, resource_of
 from deploy.signals import TICK_S, Interrupted, SignalFlag
 from placement.errors import ConfigError, RankError
+from placement.evidence import read_evidence
 from placement.plan import Plan
 from rank_worker.messages import LoadProgress
 
@@ -66,6 +67,8 @@ class Foreground:
         plan = plan_of(self._config.engine())
         self._check_chips()
         admin_gate(self._config)
+        if self._config.evidence_file:
+            read_evidence(self._config.evidence_file)
         check_edge(self._config.model, self._config.model_name, self._config.context_tokens)
         connection = local_ray.RayConnection(self._config.ray_address, self._resources())
         at_once = False
@@ -190,6 +193,7 @@ class Foreground:
             self._reported = status.epoch
             for line in status.start.lines():
                 self._say(line)
+            self._say(context_text(status))
 
     def _say(self, text: str) -> None:
         self._load.clear()
@@ -216,6 +220,15 @@ class Foreground:
             except TimeoutError:
                 if left_s <= TICK_S:
                     raise
+
+
+def context_text(status: EngineStatus) -> str:
+    """The three lengths: asked for, with room, and run to its end."""
+    text = (
+        f"context: {status.configured_tokens} tokens configured, {status.allocated_tokens} "
+        f"allocated, {status.certified_tokens} certified"
+    )
+    return f"{text} ({status.certified_warning})" if status.certified_warning else text
 
 
 def say(text: str) -> None:

@@ -21,8 +21,10 @@ from cluster.ray_coordinator import coordinator_deployment
 from cluster.ray_ingress import ingress_deployment
 from cluster.supervisor import RestartPolicy
 from cluster.thermal_guard import HeatLimits
+from deploy.certify.binding import binding_of
 from deploy.config import ServeConfig, load_config
 from deploy.version import git_revision, package_version
+from placement.evidence import Claim, read_evidence
 
 RESOURCES = {"cpu": "nrank_chip", "cuda": "GPU", "npu": "NPU"}
 
@@ -54,7 +56,15 @@ def settings_of(config: ServeConfig) -> CoordinatorSettings:
         config_hash=config.config_hash,
         config=config.resolved().model_dump(),
         build=build,
+        claim=claim_of(config),
     )
+
+
+def claim_of(config: ServeConfig) -> Claim | None:
+    """ConfigError for an evidence file that is none."""
+    if not config.evidence_file:
+        return None
+    return Claim(read_evidence(config.evidence_file), binding_of(config.engine()))
 
 
 def admin_gate(config: ServeConfig) -> AdminGate:

@@ -31,6 +31,9 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument("--port", type=bounded(0), metavar="P", help="port (default 8000)")
     parser.add_argument("--model-name", metavar="ID", help="model id in the API")
     parser.add_argument("--ray-address", metavar="A", help="use this Ray instead of a local one")
+    parser.add_argument(
+        "--evidence", dest="evidence_file", metavar="FILE", help="what nrank certify wrote"
+    )
     parser.set_defaults(run=run)
 
 
@@ -38,7 +41,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.config import load_config
 
     overrides = given(arguments)
-    for name in ("host", "port", "model_name", "ray_address"):
+    for name in ("host", "port", "model_name", "ray_address", "evidence_file"):
         if getattr(arguments, name) is not None:
             overrides[name] = getattr(arguments, name)
     if arguments.model is not None:

@@ -186,6 +186,16 @@ def test_models_tell_the_three_contexts(client: TestClient, engine: Any) -> None
     check_envelope(client.get("/v1/models/a/b"), 404, "model_not_found")
 
 
+def test_evidence_that_certifies_nothing_is_told_with_the_contexts(
+    client: TestClient, engine: Any
+) -> None:
+    engine.state = EngineStatus(EngineState.SERVING, True, certified_warning="plan_id was a, is b")
+    (entry,) = client.get("/v1/models").json()["data"]
+    assert entry["context"]["certified_tokens"] == 0
+    assert entry["context"]["warning"] == "plan_id was a, is b"
+    assert client.get("/status").json()["certified_warning"] == "plan_id was a, is b"
+
+
 def test_expert_counts_are_told_while_the_gang_serves(client: TestClient, engine: Any) -> None:
     assert client.get("/status/experts").json() == {"layers": [[1, 2], [3, 4]]}
     engine.state = EngineStatus(EngineState.STARTING, ready=False)

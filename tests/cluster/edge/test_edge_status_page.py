@@ -88,6 +88,13 @@ def test_what_it_says() -> None:
         assert part in text
 
 
+def test_evidence_is_told_with_what_is_wrong_with_it() -> None:
+    text = words(html_of(replace(STATUS, certified_tokens=2048)))
+    assert "Context certified 2,048 Plan p1" in text
+    text = words(html_of(replace(STATUS, certified_warning="plan_id was a, is <b>")))
+    assert f"Context certified {DASH} Evidence plan_id was a, is <b> Plan p1" in text
+
+
 def test_bars_are_as_long_as_the_figures() -> None:
     html = html_of()
     assert 'class="plan" width="75.00%"' in html

@@ -1,0 +1,168 @@
+"""Four passes over gangs: needles alone, the same again, in a new gang, all sequences at once.
+
+Owns the order of work and what makes a cell pass. Every request runs to its full length, over end
+tokens, so that a certified length is one that was completed; answers are compared up to their first
+end token.
+"""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
+from dataclasses import dataclass, field
+from typing import Protocol
+
+from deploy.certify.evidence_file import EvidenceFile
+from deploy.certify.needles import Prompt
+from placement.evidence import Cell, Evidence, Pass
+from rank_worker.launch import GenerationResult
+from rank_worker.messages import EngineRequest
+
+GANGS = ((Pass.GRID, Pass.REUSE), (Pass.RESTART,), (Pass.FILL,))  # each is one gang's
+
+
+class Gang(Protocol):
+    def generate(self, requests: Sequence[EngineRequest]) -> list[GenerationResult]: ...
+
+    def preemptions(self) -> int:
+        """Since its start."""
+
+
+@dataclass(frozen=True)
+class Answers:
+    """How ids become an answer's text. `end_token_ids` end it."""
+
+    decode: Callable[[Sequence[int]], str]
+    end_token_ids: tuple[int, ...]
+
+    def cut(self, token_ids: Sequence[int]) -> tuple[int, ...]:
+        """Up to the first end token, and with it."""
+        for count, token in enumerate(token_ids, 1):
+            if token in self.end_token_ids:
+                return tuple(token_ids[:count])
+        return tuple(token_ids)
+
+
+@dataclass
+class Certification:
+    """`run` does what the file lacks; `on_cell` hears of each finished cell."""
+
+    file: EvidenceFile
+    prompts: Mapping[int, Sequence[Prompt]]  # by length
+    answers: Answers
+    start_gang: Callable[[], AbstractContextManager[Gang]]
+    reused_page_tokens: int  # prompts above one page are reused; 0: the gang keeps no prefixes
+    on_cell: Callable[[Evidence, Cell], None]
+    _warm: Prompt | None = field(default=None, init=False)  # what the gang at work computed last
+
+    def run(self) -> Evidence:
+        """NrankError when a gang fails; cells that were finished are in the file."""
+        for stages in GANGS:
+            work = [(n, stage) for n in self.prompts for stage in stages if self._left(stage, n)]
+            if work:
+                self._warm = None
+                with self.start_gang() as gang:
+                    for length in dict.fromkeys(n for n, _ in work):
+                        self._run_length(gang, length, stages)
+        return self.file.evidence
+
+    def _run_length(self, gang: Gang, length: int, stages: Sequence[Pass]) -> None:
+        if Pass.FILL in stages:
+            self._fill(gang, self.prompts[length][: self.file.evidence.asked.sequences])
+            return
+        for prompt in self.prompts[length]:
+            for stage in stages:
+                if (stage, length, prompt.index) not in self.file.evidence.by_key:
+                    self._alone(gang, stage, prompt)
+
+    def _left(self, stage: Pass, length: int) -> bool:
+        evidence = self.file.evidence
+        return len(evidence.of(stage, length)) < len(evidence.asked.indices(stage))
+
+    def _alone(self, gang: Gang, stage: Pass, prompt: Prompt) -> None:
+        if stage is Pass.REUSE and self._warm is not prompt:
+            self._generate(gang, stage, [prompt])  # its first run was another process's
+        before = gang.preemptions()
+        (result,) = self._generate(gang, stage, [prompt])
+        self._warm = prompt
+        self._add([self._cell(stage, prompt, result, gang.preemptions() - before)])
+
+    def _fill(self, gang: Gang, prompts: Sequence[Prompt]) -> None:
+        """One that was cut short is run whole again, but no cell is written twice."""
+        before = gang.preemptions()
+        results = self._generate(gang, Pass.FILL, prompts)
+        preemptions = gang.preemptions() - before
+        cells = [
+            self._cell(Pass.FILL, prompt, result, preemptions)
+            for prompt, result in zip(prompts, results, strict=True)
+        ]
+        self._add([cell for cell in cells if cell.key not in self.file.evidence.by_key])
+
+    def _generate(
+        self, gang: Gang, stage: Pass, prompts: Sequence[Prompt]
+    ) -> list[GenerationResult]:
+        requests = [
+            EngineRequest(
+                f"certify-{stage}-{prompt.length}-{prompt.index}",
+                prompt.ids,
+                prompt.answer_tokens,
+                stop_token_ids=self.answers.end_token_ids,
+                ignore_eos=True,
+            )
+            for prompt in prompts
+        ]
+        return gang.generate(requests)
+
+    def _add(self, cells: Sequence[Cell]) -> None:
+        self.file.add(cells)
+        for cell in cells:
+            self.on_cell(self.file.evidence, cell)
+
+    def _cell(
+        self, stage: Pass, prompt: Prompt, result: GenerationResult, preemptions: int
+    ) -> Cell:
+        answer = self.answers.cut(result.token_ids)
+        got = hashlib.sha256(",".join(map(str, answer)).encode()).hexdigest()[:16]
+        expected = prompt.code
+        if stage is not Pass.GRID:
+            expected = self.file.evidence.by_key[Pass.GRID, prompt.length, prompt.index].got
+        reason = self._fault(stage, prompt, result, expected, got)
+        return Cell(
+            stage=stage,
+            length=prompt.length,
+            index=prompt.index,
+            depth=prompt.depth,
+            prompt_tokens=len(prompt.ids),
+            completed_tokens=len(prompt.ids) + len(result.token_ids),
+            cached_tokens=result.cached_tokens,
+            expected=expected,
+            got=got,
+            preemptions=preemptions,
+            seconds=round(result.last_token_s, 6),
+            passed=not reason,
+            reason=reason,
+        )
+
+    def _fault(
+        self, stage: Pass, prompt: Prompt, result: GenerationResult, expected: str, got: str
+    ) -> str:
+        """Why it fails, or ""."""
+        completed = len(prompt.ids) + len(result.token_ids)
+        if result.error:
+            return " ".join(result.error.split())
+        if completed != prompt.length:
+            return f"ended after {completed} tokens"
+        if stage is Pass.GRID:
+            text = self.answers.decode(self.answers.cut(result.token_ids))
+            return "" if prompt.code in text else f"answered {_last_line(text)!r}"
+        if got != expected:
+            return "other ids than alone in the first gang"
+        is_reused = 0 < self.reused_page_tokens < len(prompt.ids)
+        if stage is Pass.REUSE and is_reused != (result.cached_tokens > 0):
+            return f"{result.cached_tokens} tokens were cached"
+        return ""
+
+
+def _last_line(text: str) -> str:
+    return text.strip().rpartition("\n")[2][-80:]

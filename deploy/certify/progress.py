@@ -1,0 +1,119 @@
+"""What a user reads of a certification: how far it is, and at the end a table of lengths.
+
+A terminal that was closed ends no run: what can't be written is not seen, and that is all.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from typing import TextIO
+
+from deploy.load_display import BAR_CELLS, DEFAULT_COLUMNS, is_terminal
+from placement.evidence import Cell, Evidence, Pass
+
+
+class Progress:
+    """One line redrawn on a terminal, a line for each cell elsewhere; failures always stay."""
+
+    def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
+        self._stream, self._clock = stream, clock
+        self._redraws = is_terminal(stream)
+        self._drawn = False
+        self._began_s = clock()
+        self._tokens = 0  # of cells of this session
+
+    def update(self, evidence: Evidence, cell: Cell) -> None:
+        self._tokens += cell.length
+        done, all_cells = len(evidence.cells), evidence.asked.num_cells
+        text = f"{cell_text(cell)}; {done}/{all_cells} cells"
+        left_s = self._left_s(evidence)
+        if left_s is not None and done < all_cells:
+            text += f", {_duration(left_s)} left"
+        if not self._redraws:
+            self._write(f"{text}\n")
+            return
+        if not cell.passed:
+            self.clear()
+            self._write(f"{cell_text(cell)}\n")
+        full = done * BAR_CELLS // all_cells
+        line = f"[{'#' * full}{'.' * (BAR_CELLS - full)}] {text}"
+        self._write(f"\r{line[: self._columns() - 1]}\x1b[K")
+        self._drawn = True
+
+    def clear(self) -> None:
+        """Before anything else is printed."""
+        if self._drawn:
+            self._write("\r\x1b[K")
+            self._drawn = False
+
+    def _left_s(self, evidence: Evidence) -> float | None:
+        """By the tokens of this session's cells, as if each took as long as the mean one."""
+        all_tokens = sum(
+            length * len(evidence.asked.indices(stage))
+            for length in evidence.asked.lengths
+            for stage in Pass
+        )
+        left = all_tokens - sum(cell.length for cell in evidence.cells)
+        return left * (self._clock() - self._began_s) / self._tokens if self._tokens else None
+
+    def _write(self, text: str) -> None:
+        with suppress(OSError):
+            self._stream.write(text)
+            self._stream.flush()
+
+    def _columns(self) -> int:
+        try:
+            return os.get_terminal_size(self._stream.fileno()).columns or DEFAULT_COLUMNS
+        except OSError:
+            return DEFAULT_COLUMNS
+
+
+def cell_text(cell: Cell) -> str:
+    end = "passed" if cell.passed else f"FAILED: {cell.reason}"
+    extra = f", {cell.cached_tokens} cached" if cell.cached_tokens else ""
+    if cell.preemptions:
+        extra += f", {cell.preemptions} preemptions"
+    return (
+        f"{cell.stage} {cell.length} tokens, needle at {cell.depth} %, {cell.seconds:.1f} s"
+        f"{extra}: {end}"
+    )
+
+
+def table(evidence: Evidence) -> Iterator[str]:
+    """A row a length: at which depths the needle was found, and what the other passes said."""
+    yield f"{'tokens':>8}  {'needle found at depth':<34} " + " ".join(f"{p:>8}" for p in Pass)
+    for length in evidence.asked.lengths:
+        verdicts = [evidence.verdict(stage, length) for stage in Pass]
+        yield f"{length:>8}  {found_at(evidence, length):<34} " + " ".join(
+            f"{v:>8}" for v in verdicts
+        )
+    for length in evidence.asked.lengths:
+        if preemptions := max((c.preemptions for c in evidence.of(Pass.FILL, length)), default=0):
+            yield f"fill at {length}: {preemptions} preemptions, the page pool did not hold all"
+    yield certified_text(evidence)
+
+
+def found_at(evidence: Evidence, length: int) -> str:
+    """Depths in percent at which all needles of a length were found; "all" for all of them."""
+    cells = evidence.of(Pass.GRID, length)
+    depths = dict.fromkeys(evidence.asked.depths)
+    good = [d for d in depths if all(c.passed for c in cells if c.depth == d)]
+    tried = {cell.depth for cell in cells}
+    good = [depth for depth in good if depth in tried]
+    return "all" if len(good) == len(depths) else ", ".join(map(str, good)) or "none"
+
+
+def certified_text(evidence: Evidence) -> str:
+    certified = evidence.certified_tokens
+    limit = evidence.limit_reason
+    what = f"certified: {certified} tokens" if certified else "certified: no length"
+    return f"{what}, of {evidence.asked.sequences} sequence(s)" + (f"; {limit}" if limit else "")
+
+
+def _duration(seconds: float) -> str:
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
