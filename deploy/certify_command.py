@@ -82,7 +82,7 @@ def numbers(minimum: int, maximum: int = 1 << 40) -> Numbers:
 def run(arguments: argparse.Namespace) -> int:
     """0 when every cell that was asked for passed, else 1."""
     from deploy.certify.binding import binding_of
-    from deploy.certify.certification import Answers, Certification
+    from deploy.certify.certification import Answers, Certification, Pool
     from deploy.certify.evidence_file import EvidenceFile
     from deploy.certify.gangs import gang_starter
     from deploy.certify.needles import make_prompts, prompts_sha256
@@ -110,7 +110,7 @@ def run(arguments: argparse.Namespace) -> int:
             prompts,
             Answers(limits.tokenizer.decode, limits.end_token_ids),
             gang_starter(config, progress.clear),
-            config.page_tokens if plan.prefix.device else 0,
+            Pool(plan.num_pages, plan.page_tokens, plan.prefix.device > 0),
             progress.update,
         )
         with terminated_as_interrupted():

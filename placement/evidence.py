@@ -27,7 +27,7 @@ class Pass(StrEnum):
     GRID = "grid"  # each prompt alone, nothing of it cached: the needle is found
     REUSE = "reuse"  # the same prompt again in the same gang
     RESTART = "restart"  # each prompt alone in a new gang
-    FILL = "fill"  # all sequences at once in a new gang
+    FILL = "fill"  # all sequences together in a new gang, and again where prefixes are kept
 
 
 class Verdict(StrEnum):
@@ -60,7 +60,7 @@ class Asked:
 
     lengths: tuple[int, ...]  # tokens of prompt and answer, ascending
     depths: tuple[int, ...]  # percent of the text before the needle
-    sequences: int  # at once, in the fill
+    sequences: int  # together, in the fill
     answer_tokens: int  # room for an answer, at least
     prompts_sha256: str  # of all prompts' ids
 
@@ -97,6 +97,7 @@ class Cell:
     cached_tokens: int
     expected: str
     got: str
+    at_once: int  # whole prompts that the gang held at one moment: below `sequences`, some waited
     preemptions: int  # of the gang meanwhile: pages were short, tokens were computed again
     seconds: float  # from submission to the last token
     passed: bool

@@ -44,6 +44,22 @@ class Answers:
         return tuple(token_ids)
 
 
+@dataclass(frozen=True)
+class Pool:
+    """Of pages, on each rank."""
+
+    num_pages: int
+    page_tokens: int
+    keeps_prefixes: bool  # of prompts above a page
+
+    def sequences(self, length: int) -> int:
+        """Of so many tokens that it holds at a time."""
+        return self.num_pages // -(-length // self.page_tokens)
+
+    def reuses(self, prompt_tokens: int) -> bool:
+        return self.keeps_prefixes and prompt_tokens > self.page_tokens
+
+
 @dataclass
 class Certification:
     """`run` does what the file lacks; `on_cell` hears of each finished cell."""
@@ -52,7 +68,7 @@ class Certification:
     prompts: Mapping[int, Sequence[Prompt]]  # by length
     answers: Answers
     start_gang: Callable[[], AbstractContextManager[Gang]]
-    reused_page_tokens: int  # prompts above one page are reused; 0: the gang keeps no prefixes
+    pool: Pool  # of each gang
     on_cell: Callable[[Evidence, Cell], None]
     _warm: Prompt | None = field(default=None, init=False)  # what the gang at work computed last
 
@@ -84,18 +100,25 @@ class Certification:
         if stage is Pass.REUSE and self._warm is not prompt:
             self._generate(gang, stage, [prompt])  # its first run was another process's
         before = gang.preemptions()
-        (result,) = self._generate(gang, stage, [prompt])
+        results = self._generate(gang, stage, [prompt])
         self._warm = prompt
-        self._add([self._cell(stage, prompt, result, gang.preemptions() - before)])
+        self._add([self._cell(stage, prompt, results, 1, gang.preemptions() - before)])
 
     def _fill(self, gang: Gang, prompts: Sequence[Prompt]) -> None:
-        """One that was cut short is run whole again, but no cell is written twice."""
+        """Together, and with kept prefixes once more: then none waits for another's prompt.
+
+        One that was cut short is run whole again, but no cell is written twice.
+        """
         before = gang.preemptions()
-        results = self._generate(gang, Pass.FILL, prompts)
+        num_rounds = 2 if self.pool.keeps_prefixes else 1
+        rounds = [self._generate(gang, Pass.FILL, prompts) for _ in range(num_rounds)]
         preemptions = gang.preemptions() - before
+        # One that was preempted is still between its first and its last token.
+        room = self.pool.sequences(prompts[0].length)
+        at_once = min(room, max(map(most_at_once, rounds)))
         cells = [
-            self._cell(Pass.FILL, prompt, result, preemptions)
-            for prompt, result in zip(prompts, results, strict=True)
+            self._cell(Pass.FILL, prompt, results, at_once, preemptions)
+            for prompt, *results in zip(prompts, *rounds, strict=True)
         ]
         self._add([cell for cell in cells if cell.key not in self.file.evidence.by_key])
 
@@ -120,14 +143,19 @@ class Certification:
             self.on_cell(self.file.evidence, cell)
 
     def _cell(
-        self, stage: Pass, prompt: Prompt, result: GenerationResult, preemptions: int
+        self,
+        stage: Pass,
+        prompt: Prompt,
+        results: Sequence[GenerationResult],
+        at_once: int,
+        preemptions: int,
     ) -> Cell:
-        answer = self.answers.cut(result.token_ids)
-        got = hashlib.sha256(",".join(map(str, answer)).encode()).hexdigest()[:16]
+        """Of the first result, or of the first that fails."""
         expected = prompt.code
         if stage is not Pass.GRID:
             expected = self.file.evidence.by_key[Pass.GRID, prompt.length, prompt.index].got
-        reason = self._fault(stage, prompt, result, expected, got)
+        faults = [(self._fault(stage, prompt, result, expected), result) for result in results]
+        reason, result = next((pair for pair in faults if pair[0]), faults[0])
         return Cell(
             stage=stage,
             length=prompt.length,
@@ -137,16 +165,19 @@ class Certification:
             completed_tokens=len(prompt.ids) + len(result.token_ids),
             cached_tokens=result.cached_tokens,
             expected=expected,
-            got=got,
+            got=self._got(result),
+            at_once=at_once,
             preemptions=preemptions,
             seconds=round(result.last_token_s, 6),
             passed=not reason,
             reason=reason,
         )
 
-    def _fault(
-        self, stage: Pass, prompt: Prompt, result: GenerationResult, expected: str, got: str
-    ) -> str:
+    def _got(self, result: GenerationResult) -> str:
+        ids = ",".join(map(str, self.answers.cut(result.token_ids)))
+        return hashlib.sha256(ids.encode()).hexdigest()[:16]
+
+    def _fault(self, stage: Pass, prompt: Prompt, result: GenerationResult, expected: str) -> str:
         """Why it fails, or ""."""
         completed = len(prompt.ids) + len(result.token_ids)
         if result.error:
@@ -156,12 +187,18 @@ class Certification:
         if stage is Pass.GRID:
             text = self.answers.decode(self.answers.cut(result.token_ids))
             return "" if prompt.code in text else f"answered {_last_line(text)!r}"
-        if got != expected:
+        if self._got(result) != expected:
             return "other ids than alone in the first gang"
-        is_reused = 0 < self.reused_page_tokens < len(prompt.ids)
-        if stage is Pass.REUSE and is_reused != (result.cached_tokens > 0):
+        is_cached = result.cached_tokens > 0
+        if stage is Pass.REUSE and is_cached != self.pool.reuses(len(prompt.ids)):
             return f"{result.cached_tokens} tokens were cached"
         return ""
+
+
+def most_at_once(results: Sequence[GenerationResult]) -> int:
+    """Of requests submitted together: how many were between first and last token at one moment."""
+    spans = [(r.ttft_s, r.last_token_s) for r in results if r.token_ids]
+    return max((sum(a <= first <= b for a, b in spans) for first, _ in spans), default=0)
 
 
 def _last_line(text: str) -> str:

@@ -84,15 +84,13 @@ def cell_text(cell: Cell) -> str:
 
 def table(evidence: Evidence) -> Iterator[str]:
     """A row a length: at which depths the needle was found, and what the other passes said."""
-    yield f"{'tokens':>8}  {'needle found at depth':<34} " + " ".join(f"{p:>8}" for p in Pass)
+    heads = " ".join(f"{stage:>8}" for stage in Pass)
+    yield f"{'tokens':>8}  {'code found at depth, %':<24} {heads}  at once"
     for length in evidence.asked.lengths:
-        verdicts = [evidence.verdict(stage, length) for stage in Pass]
-        yield f"{length:>8}  {found_at(evidence, length):<34} " + " ".join(
-            f"{v:>8}" for v in verdicts
-        )
-    for length in evidence.asked.lengths:
-        if preemptions := max((c.preemptions for c in evidence.of(Pass.FILL, length)), default=0):
-            yield f"fill at {length}: {preemptions} preemptions, the page pool did not hold all"
+        verdicts = " ".join(f"{evidence.verdict(stage, length):>8}" for stage in Pass)
+        held = max((cell.at_once for cell in evidence.of(Pass.FILL, length)), default=0)
+        at_once = f"{held} of {evidence.asked.sequences}"
+        yield f"{length:>8}  {found_at(evidence, length):<24} {verdicts}  {at_once:>7}"
     yield certified_text(evidence)
 
 
@@ -110,7 +108,7 @@ def certified_text(evidence: Evidence) -> str:
     certified = evidence.certified_tokens
     limit = evidence.limit_reason
     what = f"certified: {certified} tokens" if certified else "certified: no length"
-    return f"{what}, of {evidence.asked.sequences} sequence(s)" + (f"; {limit}" if limit else "")
+    return f"{what}; {limit}" if limit else what
 
 
 def _duration(seconds: float) -> str:

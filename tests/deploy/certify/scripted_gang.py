@@ -9,7 +9,7 @@ from contextlib import closing, contextmanager
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from deploy.certify.certification import Answers, Certification
+from deploy.certify.certification import Answers, Certification, Pool
 from deploy.certify.evidence_file import EvidenceFile
 from deploy.certify.needles import make_prompts, prompts_sha256
 from placement.evidence import Asked, Binding, Evidence, Pass
@@ -55,6 +55,8 @@ class Script:
     faults: dict[Key, str] = field(default_factory=dict)
     reuses: bool = True
     preempts: int = 0  # sequences of a fill
+    holds: int = 9  # sequences at once
+    pages: int = 100  # of 64 tokens
     ends_after: int = -1  # calls; then `end_by` is raised
     end_by: BaseException = field(default_factory=Killed)
     gangs: int = 0
@@ -82,9 +84,10 @@ class ScriptedGang:
         script.ends_after -= 1
         if len(requests) > 1:
             self._preemptions += script.preempts
-        return [self._answer(request) for request in requests]
+        turns = [place // script.holds for place in range(len(requests))]
+        return [self._answer(*pair) for pair in zip(requests, turns, strict=True)]
 
-    def _answer(self, request: EngineRequest) -> GenerationResult:
+    def _answer(self, request: EngineRequest, turn: int) -> GenerationResult:
         script, ids = self._script, request.prompt_ids
         assert request.ignore_eos
         _, stage, length, index = request.request_id.split("-")
@@ -110,8 +113,8 @@ class ScriptedGang:
             cached_tokens={"cold": 0, "hot": 64}.get(fault, cached),
             draft_tokens=0,
             accepted_tokens=0,
-            ttft_s=0.1,
-            last_token_s=0.5,
+            ttft_s=turn + 0.1,
+            last_token_s=turn + 0.5,
             error="logits are not finite" if fault == "error" else None,
         )
 
@@ -132,6 +135,6 @@ def certify(
     prompts = make_prompts(words, asked)
     wanted = Evidence("model", binding, replace(asked, prompts_sha256=prompts_sha256(prompts)))
     with closing(EvidenceFile(path, wanted, overwrite)) as file:
-        page = 64 if script.reuses else 0
+        pool = Pool(script.pages, 64, script.reuses)
         answers = Answers(words.decode, (END,))
-        return Certification(file, prompts, answers, script.start, page, lambda *_: None).run()
+        return Certification(file, prompts, answers, script.start, pool, lambda *_: None).run()

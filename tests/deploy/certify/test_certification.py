@@ -47,7 +47,7 @@ def test_all_passes_certify_the_longest_length(path: Path, script: Script) -> No
     } == {(True, 0)}
     assert script.gangs == 3  # grid and reuse share one, restart and fill have their own
     assert json.loads(path.read_text())["summary"]["certified_tokens"] == LONG
-    assert list(table(evidence))[-1] == f"certified: {LONG} tokens, of {SEQUENCES} sequence(s)"
+    assert list(table(evidence))[-1] == f"certified: {LONG} tokens"
 
 
 @pytest.mark.parametrize("fault", ["wrong", "other", "short", "error"])
@@ -100,13 +100,17 @@ def test_reuse_has_to_be_what_the_gang_claims(
     assert certify(path, script, overwrite=True).certified_tokens == LONG
 
 
-def test_preemptions_of_a_fill_are_told(path: Path, script: Script) -> None:
-    script.preempts = 3
+def test_a_pool_that_does_not_hold_all_at_once_is_told(path: Path, script: Script) -> None:
+    script.preempts, script.holds = 3, 2
     evidence = certify(path, script)
-    assert {c.preemptions for c in evidence.of(Pass.FILL, SHORT)} == {3}
-    assert {c.preemptions for c in evidence.of(Pass.GRID, SHORT)} == {0}
+    fill, grid = evidence.of(Pass.FILL, SHORT), evidence.of(Pass.GRID, SHORT)
+    assert {(c.at_once, c.preemptions) for c in fill} == {(2, 6)}  # of both rounds
+    assert {(c.at_once, c.preemptions) for c in grid} == {(1, 0)}
     assert evidence.certified_tokens == LONG  # all finished, with the same ids
-    assert "3 preemptions" in "\n".join(table(evidence))
+    assert [line[-7:] for line in table(evidence)][:2] == ["at once", " 2 of 4"]
+    script.holds, script.pages = 9, 6  # preempted ones look as if they ran
+    evidence = certify(path, script, overwrite=True)
+    assert [evidence.of(Pass.FILL, length)[0].at_once for length in LENGTHS] == [2, 1]
 
 
 def test_what_was_not_run_certifies_nothing(path: Path, script: Script) -> None:
