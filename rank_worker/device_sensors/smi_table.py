@@ -1,7 +1,9 @@
 """The table of `npu-smi info`: two rows a chip, then the processes.
 
 Rows are told apart by what is in their cells, columns by the words of the header. Rules between
-rows say nothing about cards: some hosts print the same rule everywhere.
+rows say nothing about cards: some hosts print the same rule everywhere. Where lines are missing in
+between, a card's row may stand above the row of another chip: the Device column, which counts chips
+from 0 in every container, tells it. Tables without that column (other families) can't be checked.
 """
 
 from __future__ import annotations
@@ -53,6 +55,7 @@ class _Table:
         self._chips: dict[tuple[int, int], ChipReading] = {}
         self._columns: dict[str, list[str]] = {}
         self._card_row: list[str] | None = None  # waits for the chip's row below it
+        self._next_device = 0  # of the next chip's row when none is missing
         self._in_processes = False
         self._listed: dict[int, dict[tuple[int, int], list[tuple[int, int]]]] = {}
         self._closed: set[int] = set()  # cards whose list of processes has ended
@@ -96,7 +99,8 @@ class _Table:
         elif len(self._columns) < 4:
             return
         elif self._is_chip_row(cells):
-            if self._card_row is not None:
+            follows = self._follows(cells[0].split())
+            if self._card_row is not None and follows:
                 self._add(self._card_row, cells)
             self._card_row = None
         else:
@@ -104,6 +108,16 @@ class _Table:
 
     def _is_chip_row(self, cells: list[str]) -> bool:
         return bool(BUS_ID.fullmatch(cells[1])) or cells[1] in NO_VALUE
+
+    def _follows(self, chip_ids: list[str]) -> bool:
+        """Whether no chip is missing between this row and the one before."""
+        if "Device" not in self._columns["chip ids"]:
+            return True
+        device = whole(chip_ids[1]) if len(chip_ids) == 2 else None
+        follows = device == self._next_device
+        if device is not None:
+            self._next_device = device + 1
+        return follows
 
     def _add(self, card_cells: list[str], chip_cells: list[str]) -> None:
         card_ids, chip_ids = card_cells[0].split(), chip_cells[0].split()

@@ -171,6 +171,26 @@ def test_lost_lines_lose_chips_only(seed: int, recorded: Callable[[str], str]) -
         assert exact_or_absent(kept, whole[chip.key])
 
 
+@pytest.mark.parametrize("name", [name for name in LAYOUTS if "310p" in name or "duo" in name])
+def test_no_chip_gets_the_values_of_another_whatever_run_of_lines_is_lost(
+    name: str, recorded: Callable[[str], str]
+) -> None:
+    lines = recorded(name).splitlines(keepends=True)
+    whole = {chip.key: chip for chip in parse_info("".join(lines)).chips}
+    for first in range(len(lines)):
+        for end in range(first + 1, len(lines) + 1):
+            for chip in parse_info("".join(lines[:first] + lines[end:])).chips:
+                kept = ChipReading(**{**_fields(chip), "processes": whole[chip.key].processes})
+                assert exact_or_absent(kept, whole[chip.key]), (first, end)
+
+
+def test_a_lost_chip_costs_only_itself_and_the_next(recorded: Callable[[str], str]) -> None:
+    lines = recorded("info_300iduo_six_chips_ecc_on").splitlines(keepends=True)
+    (gone,) = [at for at, line in enumerate(lines) if line.startswith("| 1       1 ")]
+    chips = parse_info("".join(lines[:gone] + lines[gone + 3 :])).chips
+    assert [chip.device_index for chip in chips] == [0, 3, 4, 5]
+
+
 @pytest.mark.parametrize("seed", range(20))
 def test_garbage_never_raises(seed: int, recorded: Callable[[str], str]) -> None:
     random_ = random.Random(seed)
