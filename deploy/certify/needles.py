@@ -106,17 +106,17 @@ def prompts_sha256(prompts: dict[int, list[Prompt]]) -> str:
 
 
 def _sentences_for(tokenizer: ChatTokenizer, stream: random.Random, tokens: int) -> list[str]:
-    """Somewhat more than `tokens` of them, by the lengths of their parts."""
+    """As many as make `tokens`, line by line, or one more."""
 
     @cache
-    def count(part: str) -> int:
-        return len(tokenizer.encode(part, add_special_tokens=False))
+    def count(line: str) -> int:
+        return len(tokenizer.encode(line, add_special_tokens=False))
 
     found: list[str] = []
     while tokens > 0:
         parts = [_pick(stream, some) for some in (SUBJECTS, VERBS, OBJECTS, ENDS)]
-        tokens -= max(1, sum(map(count, parts)) - len(parts))
         found.append(" ".join(parts) + ".")
+        tokens -= count(found[-1] + "\n")
     return found
 
 

@@ -47,6 +47,23 @@ def test_prompts_are_the_same_each_time_and_begin_differently(tokenizer: Tokeniz
         assert tokenizer.decode(prompt.ids).count(prompt.code) == 1
 
 
+def test_a_long_prompt_is_encoded_a_few_times_only(tokenizer: Tokenizer) -> None:
+    class Counting:
+        calls = 0
+
+        def encode(self, text: str, add_special_tokens: bool = True) -> tuple[int, ...]:
+            return tokenizer.encode(text, add_special_tokens)
+
+        def encode_chat(self, messages: list[dict[str, str]]) -> tuple[int, ...]:
+            self.calls += 1
+            return tokenizer.encode_chat(messages)
+
+    counting = Counting()
+    (prompts,) = make_prompts(counting, Asked((32768,), (50,), 1, 48, "")).values()
+    assert prompts[0].answer_tokens < 48 + SENTENCE_TOKENS
+    assert counting.calls <= 5
+
+
 def test_a_length_without_room_for_the_question_is_refused(tokenizer: Tokenizer) -> None:
     with pytest.raises(ConfigError, match=r"60 tokens has no room .* and an answer of 48"):
         make_prompts(tokenizer, Asked((60,), (0,), 1, 48, ""))
