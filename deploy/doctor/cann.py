@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from deploy.doctor.compatibility import judge_cann
 from deploy.doctor.finding import Finding, Severity
 from deploy.doctor.machine import Machine
-from deploy.doctor.version_text import groups, key_values
+from deploy.doctor.version_text import groups, key_values, what_lacks
 
 HOME_VARIABLES = ("ASCEND_HOME_PATH", "ASCEND_TOOLKIT_HOME")
 BASE = "/usr/local/Ascend"
@@ -79,7 +79,7 @@ def check_cann(machine: Machine) -> Iterator[Finding]:
         return
     yield _version(machine, found)
     yield _environment(machine, found)
-    yield _components(found)
+    yield _components(machine, found)
 
 
 def _version(machine: Machine, cann: Cann) -> Finding:
@@ -123,12 +123,12 @@ def _environment(machine: Machine, cann: Cann) -> Finding:
     )  # fmt: skip
 
 
-def _components(cann: Cann) -> Finding:
+def _components(machine: Machine, cann: Cann) -> Finding:
     """Kernels come in a package of their own; one of another version fails at the first step."""
     source = f"{cann.home}/version.cfg"
     if not cann.components:
         return Finding(
-            "cann.kernels", Severity.ABSENT, "no version.cfg", "", source,
+            "cann.kernels", Severity.ABSENT, what_lacks(machine.read(source), source), "", source,
             "see whether the kernel package of this CANN is installed",
         )  # fmt: skip
     runtime = cann.components.get("runtime", "")

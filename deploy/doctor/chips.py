@@ -35,6 +35,7 @@ def check_chips(machine: Machine, reading: NodeReading | None, num_files: int) -
     if reading.chips:
         told = f"{len(reading.chips)} chips, by {reading.source}"
         yield Finding("chips.sensors", Severity.OK, told)
+        yield _count(reading, num_files)
     for chip in reading.chips:
         subject = f"card {chip.npu_id} chip {chip.chip_id}"
         look = f"nvidia-smi -q -i {chip.npu_id}"
@@ -44,6 +45,20 @@ def check_chips(machine: Machine, reading: NodeReading | None, num_files: int) -
         yield _ecc(chip, subject, look.format("ecc-enable"), reading.source != "nvml")
         yield _heat(chip, subject, look.format("temp"))
         yield from _holders(machine, chip, subject, look.format("usages"))
+
+
+def _count(reading: NodeReading, num_files: int) -> Finding:
+    """A chip that fell off the bus keeps its device file; Ray would give a rank to it."""
+    num_chips = len(reading.chips)
+    told = f"{reading.source} tells of {num_chips} chips, /dev has {num_files}"
+    expected = "as many device files as chips"
+    if num_chips == num_files:
+        return Finding("chips.count", Severity.OK, told, expected)
+    if num_chips < num_files:
+        remedy = "dmesg tells of a chip that fell off; reset its card or reboot, then look again"
+    else:
+        remedy = "load the driver again; in a container pass the file of each chip with --device"
+    return Finding("chips.count", Severity.ERROR, told, expected, "the sensors and /dev", remedy)
 
 
 def _health(chip: ChipReading, subject: str, look: str) -> Finding:

@@ -7,7 +7,7 @@ from collections.abc import Iterator
 from deploy.doctor.cann import BASE, find_cann
 from deploy.doctor.finding import Finding, Severity
 from deploy.doctor.machine import Machine
-from deploy.doctor.version_text import groups, key_values, within
+from deploy.doctor.version_text import groups, key_values, what_lacks, within
 
 INSTALL_FILE = "/etc/ascend_install.info"
 SERIES_CHARACTERS = 11  # of V100R001C23 in V100R001C23SPC001B101
@@ -16,12 +16,15 @@ SERIES_CHARACTERS = 11  # of V100R001C23 in V100R001C23SPC001B101
 def check_driver(machine: Machine) -> Iterator[Finding]:
     install = key_values(machine.read(INSTALL_FILE) or "")
     driver_file, firmware_file = version_files(install)
-    driver = key_values(machine.read(driver_file) or "")
-    firmware = key_values(machine.read(firmware_file) or "")
-    yield _driver(driver, driver_file)
+    driver_text = machine.read(driver_file)
+    driver = key_values(driver_text or "")
+    firmware_text = machine.read(firmware_file)
+    firmware = key_values(firmware_text or "")
+    yield _driver(driver, driver_text, driver_file)
     if install:
         yield _install(install)
-    yield _firmware(driver, firmware, driver_file, firmware_file)
+    lack = what_lacks(firmware_text, firmware_file)
+    yield _firmware(driver, firmware, lack, driver_file, firmware_file)
     if driver:
         yield from _driver_of_cann(machine, driver)
 
@@ -33,14 +36,14 @@ def version_files(install: dict[str, str]) -> tuple[str, str]:
     return f"{driver}/driver/version.info", f"{firmware}/firmware/version.info"
 
 
-def _driver(driver: dict[str, str], file: str) -> Finding:
+def _driver(driver: dict[str, str], text: str | None, file: str) -> Finding:
     version = driver.get("Version", "")
     if version:
         return Finding("driver.version", Severity.OK, version, "", file)
     return Finding(
         id="driver.version",
         severity=Severity.ERROR,
-        found=f"no version in {file}" if driver else f"no {file}",
+        found=what_lacks(text, file),
         expected="the Ascend driver",
         source="the driver's package",
         remedy="install the driver of the card; in a container mount /usr/local/Ascend/driver",
@@ -64,14 +67,18 @@ def _install(install: dict[str, str]) -> Finding:
 
 
 def _firmware(
-    driver: dict[str, str], firmware: dict[str, str], driver_file: str, firmware_file: str
+    driver: dict[str, str],
+    firmware: dict[str, str],
+    lack: str,
+    driver_file: str,
+    firmware_file: str,
 ) -> Finding:
     version = firmware.get("Version", "")
     if not version:
         return Finding(
             id="firmware.version",
             severity=Severity.ABSENT,
-            found=f"no version in {firmware_file}",
+            found=lack,
             expected="a firmware that the driver lists",
             source=driver_file,
             remedy="look on the host: containers seldom see this file",

@@ -8,6 +8,7 @@ from pathlib import Path
 
 from deploy.doctor.finding import Finding, Severity
 from deploy.doctor.machine import Machine
+from deploy.doctor.version_text import MAX_DIGITS
 
 GIB = 1 << 30
 MEMINFO = "/proc/meminfo"
@@ -36,12 +37,13 @@ def available_bytes(machine: Machine) -> tuple[int | None, int | None]:
 
 
 def _row(text: str, name: str) -> int | None:
-    found = re.search(rf"^{name}:\s+(\d+) kB$", text, re.MULTILINE)
+    found = re.search(rf"^{name}:\s+(\d{{1,{MAX_DIGITS}}}) kB$", text, re.MULTILINE)
     return int(found[1]) * 1024 if found else None
 
 
 def _count(text: str | None) -> int | None:
-    return int(text) if text is not None and text.strip().isdecimal() else None
+    number = (text or "").strip()
+    return int(number) if number.isdecimal() and len(number) <= MAX_DIGITS else None
 
 
 def checkpoint_bytes(model_dir: str) -> int:

@@ -9,12 +9,13 @@ import platform
 from collections.abc import Iterator
 
 from packaging.requirements import InvalidRequirement, Requirement
-from packaging.specifiers import InvalidSpecifier, SpecifierSet
-from packaging.version import InvalidVersion, Version
+from packaging.specifiers import SpecifierSet
+from packaging.version import Version
 
 from deploy.doctor.compatibility import FORBIDDEN
 from deploy.doctor.finding import Finding, Severity
 from deploy.doctor.machine import Machine
+from deploy.doctor.version_text import series
 
 OURS = "nrank"
 FLOOR = ">=3.11"  # where our own metadata can't be read
@@ -91,8 +92,9 @@ def _torch_of_torch_npu(machine: Machine) -> Finding:
     wanted = requirements(machine, "torch_npu").get("torch", SpecifierSet())
     source = "torch_npu's metadata"
     if not str(wanted):
-        release = ".".join(torch_npu.split(".")[:2])
-        wanted, source = SpecifierSet(f"=={release}.*"), "torch_npu X.Y is built for torch X.Y"
+        release = series(torch_npu)
+        wanted = SpecifierSet(f"=={release}.*" if release else "")
+        source = "torch_npu X.Y is built for torch X.Y"
     fits = bool(torch) and is_in(torch, wanted)
     return Finding(
         id="torch_npu.torch",
@@ -149,5 +151,5 @@ def is_in(version: str, wanted: SpecifierSet) -> bool:
     """Whether the version is in the set; a local build label ("+cpu") has no say."""
     try:
         return wanted.contains(Version(version).public, prereleases=True)
-    except (InvalidVersion, InvalidSpecifier):
+    except ValueError:  # of packaging, or of int() for thousands of digits
         return False

@@ -33,6 +33,7 @@ CHIP = ChipReading(
     processes=(),
 )
 NAME = "card 32768 chip 1"
+NUM_FILES = 4
 
 
 class Scripted:
@@ -51,13 +52,23 @@ class Scripted:
 
 
 def reading(*chips: ChipReading, error: str | None = None) -> NodeReading:
-    return NodeReading(0.0, 0.0, "npu-smi", chips, (CardReading(32768),), error)
+    """These chips, and healthy ones so that each device file of the stub has its chip."""
+    others = range(len(chips), NUM_FILES) if chips else ()
+    more = tuple(replace(CHIP, npu_id=place, device_index=place) for place in others)
+    return NodeReading(0.0, 0.0, "npu-smi", (*chips, *more), (CardReading(32768),), error)
 
 
 def test_a_healthy_chip_needs_nothing(stub: Any) -> None:
     findings = [f for f in stub.examine(reading=reading(CHIP)) if f.id.startswith("chips.")]
     assert {f.severity for f in findings} == {Severity.OK}
-    names = {"chips.sensors", "chips.health", "chips.ecc", "chips.temperature", "chips.memory"}
+    names = {
+        "chips.sensors",
+        "chips.count",
+        "chips.health",
+        "chips.ecc",
+        "chips.temperature",
+        "chips.memory",
+    }
     assert {f.id for f in findings} == names
 
 
@@ -92,6 +103,18 @@ def test_each_sign_has_its_severity(
     assert bool(found.remedy) is (severity is not Severity.OK)
 
 
+@pytest.mark.parametrize(("num_chips", "words"), [(3, "fell off"), (5, "--device")])
+def test_chips_and_device_files_that_differ_in_number_must_be_fixed(
+    stub: Any, one: One, errors: Errors, num_chips: int, words: str
+) -> None:
+    chips = tuple(replace(CHIP, npu_id=at, device_index=at) for at in range(num_chips))
+    findings = stub.examine(reading=replace(reading(CHIP), chips=chips))
+    assert errors(findings) == {"chips.count"}
+    found = one(findings, "chips.count")
+    assert found.found == f"npu-smi tells of {num_chips} chips, /dev has {NUM_FILES}"
+    assert words in found.remedy
+
+
 def test_a_gpu_has_its_own_tool_and_loses_no_memory_to_ecc(stub: Any, one: One) -> None:
     chip = replace(CHIP, ecc_enabled=True, temperature_celsius=None)
     findings = stub.examine(reading=replace(reading(chip), source="nvml"))
@@ -103,7 +126,7 @@ def test_who_holds_memory_is_named_and_left_alone(stub: Any, one: One, errors: E
     stub.write("proc/4242/comm", "ray::RankWorker\n")
     chip = replace(CHIP, processes=((4242, 40 * GIB), (77, GIB)))
     findings = stub.examine(reading=reading(chip))
-    found = one(findings, "chips.memory").found
+    found = one(findings, "chips.memory", NAME).found
     assert found == "pid 4242 (ray::RankWorker) 40.0 GiB, pid 77 (?) 1.0 GiB"
     assert not errors(findings)
 

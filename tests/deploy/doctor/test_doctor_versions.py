@@ -239,13 +239,37 @@ def test_ranges_and_orders_of_versions() -> None:
     assert inside == ["23.0.rc1", "25.0", "25.0.1"]
 
 
-@pytest.mark.parametrize("text", ["", "\0\xff", "Version", "Version=\n=\n[", "Version=" + "9" * 99])
+LONG = "".join(f"{name}{'9' * 5000}{end}\n" for name, end in (
+    ("Version: 2.", ""), ("Version=", ""), ("Version=1.", ""), ("compatible_version_fw=[1,", "]"),
+    ("compatible_version_drv=[", ",3]"), ("runtime_running_version=[1:", ".1]"), ("version=", ".1"),
+    ("MemTotal: ", " kB"), ("MemAvailable: ", " kB"),
+))  # fmt: skip
+
+
+@pytest.mark.parametrize("text", ["", "\0\xff", "Version", "Version: a b", "Version=\n=\n[", LONG])
 def test_broken_version_files_never_stop_the_doctor(stub: Any, text: str) -> None:
     for name in (DRIVER, FIRMWARE, "etc/ascend_install.info", f"{CANN}/version.cfg",
                  f"{CANN}/x86_64-linux/ascend_toolkit_install.info", "proc/meminfo",
-                 "proc/net/tcp", "proc/self/mounts", "etc/group"):  # fmt: skip
+                 "proc/net/tcp", "proc/self/mounts", "etc/group",
+                 "sys/fs/cgroup/memory.max"):  # fmt: skip
         stub.write(name, text)
+    for name in ("torch", "torch_npu", "ray"):
+        (metadata,) = stub.packages.glob(f"{name}-*.dist-info/METADATA")
+        metadata.write_text(f"Metadata-Version: 2.1\nName: {name}\n{text}", encoding="utf-8")
     assert {f.id for f in stub.examine()} >= {"driver.version", "cann.version", "memory.host"}
+
+
+@pytest.mark.parametrize("text", ["", "\n"])
+def test_an_empty_file_is_called_empty_and_a_missing_one_missing(
+    stub: Any, one: One, text: str
+) -> None:
+    for file, name in ((DRIVER, "driver.version"), (FIRMWARE, "firmware.version")):
+        stub.write(file, text)
+        assert one(stub.examine(), name).found == f"/{file} is empty"
+        stub.write(file, "Vers")
+        assert one(stub.examine(), name).found == f"no version in /{file}"
+        stub.remove(file)
+        assert one(stub.examine(), name).found == f"no /{file}"
 
 
 def test_a_fifo_in_place_of_a_file_is_no_file(stub: Any, errors: Errors) -> None:
