@@ -47,7 +47,7 @@ class Killed(BaseException):
 
 @dataclass
 class Script:
-    """Faults by cell: "wrong", "other", "short", "error", "cold" or "hot"; what ran is in `ran`."""
+    """Faults by cell: "wrong", "other", "again", "short", "error", "cold" or "hot"; what ran is in `ran`."""
 
     encode: Callable[[str], tuple[int, ...]]
     decode: Callable[[Sequence[int]], str]
@@ -94,14 +94,15 @@ class ScriptedGang:
         key = (Pass(stage), int(length), int(index))
         script.ran.append(key)
         fault = script.faults.get(key, "")
-        cached = 64 if script.reuses and ids in self._seen else 0
+        again = ids in self._seen
+        cached = 64 if script.reuses and again else 0
         self._seen.add(ids)
         found = re.search(r"code for (\w+) is (\d+)", script.decode(ids))
         assert found is not None
         code = "99" if fault == "wrong" else found[2]
         said = (*script.encode(f"The secret code for {found[1]} is {code} ."), script.end)
         made = (said + ids * 9)[: request.max_tokens]
-        if fault == "other":
+        if fault == "other" or (fault == "again" and again):
             made = (made[1], *made[1:])
         if fault == "short":
             made = made[:-1]

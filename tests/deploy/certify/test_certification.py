@@ -66,6 +66,13 @@ def test_a_fault_in_one_pass_of_one_needle_ends_what_is_certified(
     assert certify(path, script, overwrite=True).certified_tokens == 0
 
 
+def test_a_fill_has_to_be_right_with_kept_prefixes_too(path: Path, script: Script) -> None:
+    script.faults = {(Pass.FILL, LONG, 2): "again"}
+    evidence = certify(path, script)
+    assert evidence.limit_reason == f"fill at {LONG} tokens failed"
+    assert [cell.index for cell in evidence.cells if not cell.passed] == [2]
+
+
 def test_overwriting_begins_anew(path: Path, script: Script) -> None:
     certify(path, script)
     first = len(script.ran)
