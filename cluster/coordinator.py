@@ -79,7 +79,8 @@ class Coordinator:
         self._settings = settings
         self._streams = StreamTable()
         self._holds = Holds(time.monotonic)
-        self._reading: NodeReading | None = None
+        self._reading: NodeReading | None = None  # the last one with chips
+        self._sensor_error = ""
         self._heat_task: asyncio.Task[None] | None = None
         self._draining = False
         self._start: StartReport | None = None
@@ -94,7 +95,7 @@ class Coordinator:
             on_end=self._gang_ended,
             on_restart=self._gang_restarts,
             has_work=lambda: len(self._streams) > 0,
-            is_held=lambda: self._holds.order.is_still,
+            order=lambda: self._holds.order,
         )
         self._supervisor = Supervisor(
             config, make_launcher, settings.restart, listener, settings.snapshot_interval_s
@@ -238,7 +239,12 @@ class Coordinator:
     def _why(self) -> str:
         """For clients; /status and the log have the cause."""
         cause = self._supervisor.cause
-        return public_text(cause) if cause is not None else self._supervisor.phase
+        text = public_text(cause) if cause is not None else self._supervisor.phase
+        return self._with_hold(text)
+
+    def _with_hold(self, text: str) -> str:
+        """A gang that starts while it is held waits for that, whatever else is told."""
+        return f"{text}; at rest: {self._holds.reason}" if self._holds.order.is_still else text
 
     def _close(self, stream: Stream) -> None:
         """The only way out of the table; tells rank 0 when it doesn't know yet."""
@@ -294,7 +300,9 @@ class Coordinator:
     ) -> None:
         """What the sensors said and the guard wants: once a second while there are ranks."""
         before = self._holds.order
-        self._reading = reading
+        if reading is not None:
+            self._sensor_error = reading.error or ""
+            self._reading = reading if reading.source is not None else self._reading
         self._holds.by_guard(verdict)
         self._metrics.observe_heat(reading, verdict, devices)
         if self._holds.order is not before:
@@ -366,7 +374,9 @@ class Coordinator:
         return EngineStatus(
             state=state,
             ready=state is EngineState.SERVING,
-            reason=self._status_reason(state, supervisor.reason or supervisor.phase),
+            reason=self._status_reason(
+                state, self._with_hold(supervisor.reason or supervisor.phase)
+            ),
             public_reason=self._status_reason(state, self._why()),
             model_id=self._settings.model_id,
             plan_id=plan.plan_id,
@@ -418,9 +428,9 @@ class Coordinator:
             held_s=dict(self._holds.seconds),
             sensor_source=(reading.source or "") if reading is not None else "",
             sensor_age_s=reading.age_s(now_s) if reading is not None else None,
-            sensor_error=(reading.error or "") if reading is not None else "",
-            chips=reading.chips if reading is not None else (),
-            cards=reading.cards if reading is not None else (),
+            sensor_error=self._sensor_error,
+            chips=reading.chips if reading is not None and reading.is_fresh(now_s) else (),
+            cards=reading.cards if reading is not None and reading.is_fresh(now_s) else (),
         )
 
     def _loading(self) -> Mapping[int, LoadProgress]:
@@ -450,7 +460,7 @@ class Coordinator:
 
     def _rank_chips(self, gang: Gang) -> Mapping[int, ChipReading]:
         """What the sensors say of each rank's chip; they are those of rank 0's node."""
-        if self._reading is None:
+        if self._reading is None or not self._reading.is_fresh(time.monotonic()):
             return {}
         node = gang.ranks[0].identity.node
         identities = [rank.identity for rank in gang.ranks]

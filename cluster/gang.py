@@ -24,6 +24,7 @@ from rank_worker.messages import (
     RankSnapshot,
     TokenBatch,
 )
+from rank_worker.time_limit import TimeLimit
 
 T = TypeVar("T")
 
@@ -106,10 +107,12 @@ async def run_phase(
     timeout_s: float,
     setting: str,
     grace_s: float = 0.0,
+    is_slowed: Callable[[], bool] = lambda: False,
 ) -> dict[int, T]:
     """Awaits one call a rank. The first failure or the deadline ends the phase.
 
-    Ranks that keep the same deadline themselves know more: they get `grace_s` to tell it.
+    Ranks that keep the same deadline themselves know more: they get `grace_s` to tell it. Time in
+    which the phase `is_slowed` on purpose does not count.
 
     Raises RankError that names the failed rank and those that did not answer, with `setting`,
     the configuration key of the deadline.
@@ -118,7 +121,7 @@ async def run_phase(
         asyncio.ensure_future(call): rank for rank, call in calls.items()
     }
     try:
-        outcome = await _gather(tasks, timeout_s + grace_s)
+        outcome = await _gather(tasks, TimeLimit(timeout_s + grace_s, is_slowed))
     finally:
         for task in tasks:
             task.cancel()
@@ -127,9 +130,14 @@ async def run_phase(
     return {rank: task.result() for task, rank in tasks.items()}
 
 
-async def _gather(tasks: Mapping[asyncio.Future[T], int], timeout_s: float) -> _Outcome:
-    first = asyncio.FIRST_EXCEPTION
-    done, pending = await asyncio.wait(tasks, timeout=timeout_s, return_when=first)
+async def _gather(tasks: Mapping[asyncio.Future[T], int], limit: TimeLimit) -> _Outcome:
+    done: set[asyncio.Future[T]] = set()
+    pending = set(tasks)
+    while pending and limit.left_s() > 0 and not any(task.exception() for task in done):
+        more, pending = await asyncio.wait(
+            pending, timeout=limit.next_look_s(), return_when=asyncio.FIRST_EXCEPTION
+        )
+        done |= more
     if pending and any(task.exception() for task in done):
         more, pending = await asyncio.wait(pending, timeout=SETTLE_S)
         done |= more
@@ -231,8 +239,15 @@ class ProgressWatch:
 class Gang:
     """One life of the ranks. Use: start(), then running() and the rank handles, then end()."""
 
-    def __init__(self, launcher: Launcher, config: EngineConfig) -> None:
+    def __init__(
+        self,
+        launcher: Launcher,
+        config: EngineConfig,
+        is_slowed: Callable[[], bool] = lambda: False,
+    ) -> None:
+        """`is_slowed`: the heat guard or a hand makes loads take longer."""
         self._launcher = launcher
+        self._is_slowed = is_slowed
         self._config = config
         self.world_size = config.ranks
         self.ranks: tuple[RankHandle, ...] = ()
@@ -299,7 +314,7 @@ class Gang:
         setting: str,
     ) -> None:
         calls = {i: call(i, rank) for i, rank in enumerate(self.ranks)}
-        await run_phase(phase, calls, timeout_s, setting)
+        await run_phase(phase, calls, timeout_s, setting, is_slowed=self._is_slowed)
 
     async def watch(self) -> None:
         """Returns when all loops ended after stop(); raises RankError on the first failure."""

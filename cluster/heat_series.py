@@ -61,8 +61,8 @@ class HeatSeries(Collector):
         self, reading: NodeReading | None, verdict: Verdict, devices: Sequence[int]
     ) -> None:
         """`devices[rank]` is the physical chip of a rank."""
-        if reading is not None:
-            self._reading = reading
+        if reading is not None and reading.source is not None:
+            self._reading = reading  # one that failed makes the last good one older, no more
         self._verdict, self._devices = verdict, devices
 
     def collect(self) -> Iterator[Metric]:
@@ -86,7 +86,7 @@ class HeatSeries(Collector):
         """An old reading tells its age and nothing else."""
         reading, now_s = self._reading, self._clock()
         age = self._gauge("nrank_sensor_age_seconds")
-        if reading is not None and reading.source is not None:
+        if reading is not None:
             age.add_metric([], reading.age_s(now_s))
         yield age
         is_fresh = reading is not None and 0 <= reading.age_s(now_s) <= STALE_S

@@ -37,6 +37,7 @@ class HeatWatch:
         self._guard = guard
         self._listener = listener
         self._told: tuple[Gang, Order] | None = None
+        self._looked_at: Gang | None = None
         self._wake = asyncio.Event()
 
     def wake(self) -> None:
@@ -54,6 +55,9 @@ class HeatWatch:
             gang = self._listener.gang()
             ranks = gang.ranks if gang is not None else ()
             if ranks and self._guard is not None:
+                if gang is not self._looked_at:
+                    self._guard.new_gang()
+                self._looked_at = gang
                 await self._look(self._guard, ranks)
             if gang is not None and ranks:
                 await self._tell(gang)

@@ -14,10 +14,11 @@ from cluster.gang import Gang, ProgressWatch, RankHandle
 from cluster.outbox import Outbox
 from placement.config import EngineConfig
 from placement.errors import NrankError, PeerError, RankError
+from rank_worker.guard_word import Order
 from rank_worker.messages import EngineRequest, LoadProgress, RankSnapshot, TokenBatch
+from rank_worker.time_limit import TimeLimit
 
 POLL_S = 1.0  # an idle poll for outputs returns after this time
-START_CHECK_S = 0.5  # a start looks at its deadline at this interval
 PROBE_ID = "nrank-first-step"
 PROBE = EngineRequest(PROBE_ID, prompt_ids=(0,), max_tokens=1, ignore_eos=True)
 
@@ -36,7 +37,7 @@ class GangListener:
     on_end: Callable[[NrankError | None], None]
     on_restart: Callable[[NrankError], None]
     has_work: Callable[[], bool]
-    is_held: Callable[[], bool]  # by the heat guard or by hand: nothing is late then
+    order: Callable[[], Order]  # by the heat guard or by hand: at rest, nothing is late
 
 
 class Session:
@@ -135,13 +136,10 @@ class Session:
         await self._gang.leader.submit((PROBE,))  # past the outbox, which may be on hold
         timeout_s = self._config.start_timeout_s
         step = asyncio.ensure_future(self._first_step_everywhere())
-        left_s, since_s = timeout_s, time.monotonic()
+        limit = TimeLimit(timeout_s, lambda: self._listener.order().is_still)
         try:
-            while left_s > 0 and not step.done():
-                await asyncio.wait({step}, timeout=min(left_s, START_CHECK_S))
-                now_s = time.monotonic()
-                left_s -= 0.0 if self._listener.is_held() else now_s - since_s
-                since_s = now_s
+            while limit.left_s() > 0 and not step.done():
+                await asyncio.wait({step}, timeout=limit.next_look_s())
             if not step.done():
                 raise RankError(self._late(timeout_s), phase="warm-up")
             step.result()
@@ -175,7 +173,7 @@ class Session:
         while True:
             await asyncio.sleep(min(self._interval_s, self._config.step_timeout_s / 4))
             working = self._listener.has_work() or not self.ready.is_set()
-            working = working and not self._listener.is_held()
+            working = working and not self._listener.order().is_still
             error = self._watch.verdict(time.monotonic(), working)
             if error is not None:
                 raise error

@@ -114,7 +114,9 @@ class Supervisor:
     async def _live(self) -> None:
         """One life: returns when stopped, raises when it failed; nothing is left either way."""
         self.epoch += 1
-        gang = self.gang = Gang(self._make_launcher(), self._config)
+        gang = self.gang = Gang(
+            self._make_launcher(), self._config, lambda: self._listener.order().slows_loads
+        )
         begun_s = time.monotonic()
         failure: NrankError | None = None
         try:

@@ -63,20 +63,21 @@ class ThermalGuard:
     _heat: Order = Order.RUN  # the latch: RUN, HOLD or CUT
     _heat_reason: str = ""
     _seen_s: dict[int, float] = field(default_factory=dict)  # rank -> last temperature
+    _num_chips: int = 0  # most that were read of a node whose chips have no logic ids
 
     def observe(self, reading: NodeReading | None, devices: Sequence[int], now_s: float) -> Verdict:
         """`devices[rank]` is the physical chip of each rank; `now_s` a clock that only grows.
 
         Where no chip of the node has a logic id, all of its chips count for every rank.
         """
-        chips = _chips_of(reading, devices)
+        chips, beside = self._chips_of(reading, devices)
         for rank in range(len(devices)):
             if rank in chips:
                 self._seen_s[rank] = now_s
         silence = {
             rank: now_s - self._seen_s.setdefault(rank, now_s) for rank in range(len(devices))
         }
-        self._judge(chips, is_whole=len(chips) == len(devices))
+        self._judge(chips, beside, is_whole=len(chips) == len(devices))
         silent = tuple(rank for rank in silence if rank not in chips)
         longest = max((silence[rank] for rank in silent), default=0.0)
         order, reason, cause = self._heat, self._heat_reason, HEAT if self._heat else ""
@@ -84,21 +85,31 @@ class ThermalGuard:
             why = f": {reading.error}" if reading is not None and reading.error else ""
             names = ", ".join(map(str, silent))
             order, cause = Order.HOLD, SILENCE
-            reason = f"no temperature of rank(s) {names} for {longest:.0f} s{why}"
-        if order is Order.RUN and any(_is_warm(chip, self.limits) for chip in chips.values()):
+            limit_s = self.limits.silence_s
+            reason = f"no temperature of rank(s) {names} for more than {limit_s:g} s{why}"
+        warm = any(_is_warm(chip, self.limits) for chip in (*chips.values(), *beside))
+        if order is Order.RUN and warm:
             order = Order.PACE
         return Verdict(order, reason, cause, silent)
+
+    def new_gang(self) -> None:
+        """Nobody read the sensors since the last gang ended: that was no silence."""
+        self._seen_s.clear()
 
     def release(self) -> None:
         """By hand: a cut that would stay ends as soon as all chips are cool."""
         if self._heat is Order.CUT:
             self._heat = Order.HOLD
 
-    def _judge(self, chips: Mapping[int, ChipReading], is_whole: bool) -> None:
+    def _judge(
+        self, chips: Mapping[int, ChipReading], beside: Sequence[ChipReading], is_whole: bool
+    ) -> None:
         """Moves the latch. Up at once, down only when every chip is known to be cool."""
-        for rank, chip in sorted(chips.items(), key=lambda item: -_celsius(item[1])):
+        named = [(f"rank {rank}", chip) for rank, chip in chips.items()]
+        named += [("on the card of a rank", chip) for chip in beside]
+        for name, chip in sorted(named, key=lambda item: -_celsius(item[1])):
             limits, celsius = self.limits.of(chip), _celsius(chip)
-            text = f"chip {chip.npu_id}.{chip.chip_id} (rank {rank}) is at {celsius:g} °C"
+            text = f"chip {chip.npu_id}.{chip.chip_id} ({name}) reached {celsius:g} °C"
             if celsius >= limits.cut_celsius and self._heat < Order.CUT:
                 self._heat = Order.CUT
                 self._heat_reason = f"{text}, cut_celsius={limits.cut_celsius:g}"
@@ -106,24 +117,32 @@ class ThermalGuard:
                 self._heat = Order.HOLD
                 self._heat_reason = f"{text}, hold_celsius={limits.hold_celsius:g}"
         is_cool = is_whole and all(
-            _celsius(chip) <= self.limits.of(chip).resume_celsius for chip in chips.values()
+            _celsius(chip) <= self.limits.of(chip).resume_celsius for _, chip in named
         )
         stays = self._heat is Order.CUT and self.limits.stay_down_after_cut
         if is_cool and not stays:
             self._heat, self._heat_reason = Order.RUN, ""
 
+    def _chips_of(
+        self, reading: NodeReading | None, devices: Sequence[int]
+    ) -> tuple[dict[int, ChipReading], list[ChipReading]]:
+        """The hottest chip that a rank may run on, by rank, and the other chips of their cards.
 
-def _chips_of(reading: NodeReading | None, devices: Sequence[int]) -> dict[int, ChipReading]:
-    """The hottest chip that a rank may run on, by rank; without those of unknown temperature."""
-    if reading is None:
-        return {}
-    known = [chip for chip in reading.chips if chip.temperature_celsius is not None]
-    if any(chip.device_index is not None for chip in reading.chips):
-        by_rank = reading.by_rank(devices)
-        return {rank: chip for rank, chip in by_rank.items() if chip in known}
-    if not known or len(known) < len(reading.chips):
-        return {}
-    return dict.fromkeys(range(len(devices)), max(known, key=_celsius))
+        Those of unknown temperature are left out.
+        """
+        if reading is None:
+            return {}, []
+        known = [chip for chip in reading.chips if chip.temperature_celsius is not None]
+        if any(chip.device_index is not None for chip in reading.chips):
+            found = {r: chip for r, chip in reading.by_rank(devices).items() if chip in known}
+            cards = {chip.npu_id for chip in found.values()}
+            ours = {chip.key for chip in found.values()}
+            beside = [c for c in known if c.npu_id in cards and c.key not in ours]
+            return found, beside
+        self._num_chips = max(self._num_chips, len(reading.chips), len(set(devices)))
+        if len(known) < self._num_chips:  # the missing one may be ours
+            return {}, known
+        return dict.fromkeys(range(len(devices)), max(known, key=_celsius)), []
 
 
 def _celsius(chip: ChipReading) -> float:

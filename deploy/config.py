@@ -15,13 +15,22 @@ from pathlib import Path
 from typing import Any, Literal
 
 import yaml
-from pydantic import BaseModel, ConfigDict, Field, ValidationError, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
 from pydantic_core import ErrorDetails
 
 from deploy.defaults import EMBEDDED_MODEL, EMBEDDED_RANKS, default_drafts, default_dtype
 from placement.config import EngineConfig
 from placement.errors import ConfigError
 from placement.headers import require_regular
+
+MAX_CELSIUS = 120.0  # no chip here is meant to get so hot; sensors are not believed above 150
 
 
 class ServeConfig(BaseModel):
@@ -61,10 +70,14 @@ class ServeConfig(BaseModel):
     master_address: str = "127.0.0.1"
 
     sensors: Literal["auto", "on", "off"] = "auto"  # auto: on every device but cpu
-    hold_celsius: float = Field(94.0, gt=0)  # a chip so hot brings all ranks to rest
-    resume_celsius: float = Field(85.0, gt=0)  # until every chip is so cool
-    cut_celsius: float = Field(96.0, gt=0)  # running answers end with an error
-    silence_s: float = Field(30.0, gt=0)  # so long without a temperature brings them to rest, too
+    hold_celsius: float = Field(
+        94.0, gt=0, le=MAX_CELSIUS
+    )  # a chip so hot brings all ranks to rest
+    resume_celsius: float = Field(85.0, gt=0, le=MAX_CELSIUS)  # until every chip is so cool
+    cut_celsius: float = Field(96.0, gt=0, le=MAX_CELSIUS)  # running answers end with an error
+    silence_s: float = Field(
+        30.0, gt=0, le=3600
+    )  # so long without a temperature brings them to rest, too
     hold_when_silent: bool = True
     stay_down_after_cut: bool = False  # until resumed by hand
 
@@ -80,6 +93,12 @@ class ServeConfig(BaseModel):
     request_timeout_s: float = Field(0.0, ge=0)  # from admission to the last token; 0: none
     restart_limit: int = Field(5, ge=0)
     restart_backoff_s: float = Field(1.0, ge=0)
+
+    @field_validator("sensors", mode="before")
+    @classmethod
+    def _yaml_word(cls, value: object) -> object:
+        """YAML takes a bare on, off, yes or no for a boolean."""
+        return ("off", "on")[value] if isinstance(value, bool) else value
 
     @model_validator(mode="after")
     def _celsius_in_order(self) -> ServeConfig:

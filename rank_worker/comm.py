@@ -16,6 +16,7 @@ from torch import Tensor
 
 from placement.config import EngineConfig
 from placement.errors import ConfigError
+from rank_worker.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
@@ -59,10 +60,10 @@ class Comm(Protocol):
 
     def barrier(self) -> None: ...
 
-    def roll_call(self, phase: str, timeout_s: float) -> None:
+    def roll_call(self, phase: str, limit: TimeLimit) -> None:
         """Wait, at length and without a collective, until all ranks have loaded.
 
-        RankError after `timeout_s` (load_timeout_s), naming who has not reached `phase`.
+        RankError when `limit` (load_timeout_s) is over, naming who has not reached `phase`.
         """
 
     def close(self) -> None: ...
@@ -92,7 +93,7 @@ class LocalComm:
     def barrier(self) -> None:
         pass
 
-    def roll_call(self, phase: str, timeout_s: float) -> None:
+    def roll_call(self, phase: str, limit: TimeLimit) -> None:
         pass
 
     def close(self) -> None:

@@ -20,6 +20,7 @@ from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGro
 from placement.errors import PeerError, RankError
 from rank_worker.comm import accumulation_dtype
 from rank_worker.comm_store import Meeting
+from rank_worker.time_limit import TimeLimit
 
 FRAME_WORDS = 512  # length word, then payload; a longer plan's rest follows in a second broadcast
 MAX_PLAN_WORDS = 1 << 24
@@ -159,8 +160,8 @@ class GlooComm:
             raise broken(self.rank, "barrier", error) from error
         self.seconds += time.perf_counter() - start
 
-    def roll_call(self, phase: str, timeout_s: float) -> None:
-        self._meeting.renewed(timeout_s, "load_timeout_s").roll_call(phase)
+    def roll_call(self, phase: str, limit: TimeLimit) -> None:
+        self._meeting.roll_call(phase, limit)
 
     def close(self) -> None:
         self._data.shutdown()

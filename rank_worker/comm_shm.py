@@ -24,6 +24,7 @@ from placement.errors import RankError
 from rank_worker.comm import accumulation_dtype
 from rank_worker.comm_gloo import ControlGroup
 from rank_worker.comm_store import Meeting
+from rank_worker.time_limit import TimeLimit
 
 HALF_BYTES = 1 << 20  # a rank's part of one collective; larger ones go in chunks
 LINE_WORDS = 16  # int64 words between two ranks' flags: two cache lines, for the prefetcher
@@ -114,8 +115,8 @@ class ShmComm:
         self._meet(BARRIER)
         self.seconds += time.perf_counter() - start
 
-    def roll_call(self, phase: str, timeout_s: float) -> None:
-        self._meeting.renewed(timeout_s, "load_timeout_s").roll_call(phase)
+    def roll_call(self, phase: str, limit: TimeLimit) -> None:
+        self._meeting.roll_call(phase, limit)
 
     def close(self) -> None:
         self._views.clear()

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 import socket
 import time
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 
 from torch._C._distributed_c10d import TCPStore
 from torch.distributed import DistError
 
 from placement.errors import RankError
+from rank_worker.time_limit import TimeLimit
 
 BACKLOG = 1024
 POLL_S = 0.01
@@ -29,30 +30,34 @@ class Meeting:
     world_size: int
     host: str
     store: TCPStore
-    deadline: float  # time.monotonic() by which the gang must be complete
-    setting: str = "start_timeout_s"  # the configuration key that the deadline came from
+    deadline: float  # time.monotonic() by which the gang must be complete: start_timeout_s
 
     @property
     def remaining(self) -> timedelta:
         return timedelta(seconds=max(0.05, self.deadline - time.monotonic()))
 
-    def renewed(self, timeout_s: float, setting: str) -> Meeting:
-        """The same seat with a new deadline, which is the value of `setting`."""
-        return replace(self, deadline=time.monotonic() + timeout_s, setting=setting)
+    def roll_call(self, phase: str, load_limit: TimeLimit | None = None) -> None:
+        """Wait until all ranks reached `phase`; RankError names the ones that did not.
 
-    def roll_call(self, phase: str) -> None:
-        """Wait until all ranks reached `phase`; RankError names the ones that did not."""
+        `load_limit` is that of a load (load_timeout_s), in place of the deadline of a start.
+        """
+        setting = "start_timeout_s" if load_limit is None else "load_timeout_s"
         self.store.set(f"{phase}/{self.rank}", "1")
         missing = list(range(self.world_size))
         while missing := [r for r in missing if not self._arrived(phase, r)]:
-            if time.monotonic() > self.deadline:
+            if self._is_late(load_limit):
                 raise RankError(
                     f"rank {self.rank}: ranks {missing} did not arrive in phase {phase!r} before "
-                    f"the deadline; see their logs or raise {self.setting}",
+                    f"the deadline; see their logs or raise {setting}",
                     rank=missing[0],
                     phase=phase,
                 )
             time.sleep(POLL_S)
+
+    def _is_late(self, load_limit: TimeLimit | None) -> bool:
+        if load_limit is not None:
+            return load_limit.left_s() <= 0
+        return time.monotonic() > self.deadline
 
     def _arrived(self, phase: str, rank: int) -> bool:
         # check() instead of wait(): a wait that times out writes a C++ stack trace to stderr.

@@ -22,6 +22,11 @@ class Order(IntEnum):
         """True when no step may begin."""
         return self >= Order.HOLD
 
+    @property
+    def slows_loads(self) -> bool:
+        """True when a load that is late has a reason."""
+        return self is not Order.RUN
+
 
 class GuardWord:
     """The byte. `cell` may be one of `multiprocessing.sharedctypes`."""

@@ -35,6 +35,7 @@ from rank_worker.messages import (
 )
 from rank_worker.rank import Rank
 from rank_worker.start_report import StartReport, start_report
+from rank_worker.time_limit import TimeLimit
 
 SAFE_PATH = "PYTHONSAFEPATH"  # Python: the current directory is no place to import from
 POLL_S = 0.2
@@ -230,15 +231,15 @@ class Engine:
 
     def _wait_loaded(self) -> None:
         """Until rank 0 has loaded, which it has when all have. Rank 0 itself limits the meeting."""
-        deadline: float | None = None
+        limit: TimeLimit | None = None
         while not self._loaded.wait(POLL_S):
             self._raise_failure()
             ranks = [self.rank0.progress(), *(child.progress for child in self._children)]
             if self.on_progress is not None:
                 self.on_progress(ranks)
-            if deadline is None and ranks[0].phase == "loading":
-                deadline = time.monotonic() + self.config.load_timeout_s
-            if deadline is not None and time.monotonic() > deadline:
+            if limit is None and ranks[0].phase == "loading":
+                limit = TimeLimit(self.config.load_timeout_s, lambda: self.word.order.slows_loads)
+            if limit is not None and limit.left_s() <= 0:
                 raise _late(ranks, self.config.load_timeout_s)
 
     def _lead(self) -> None:

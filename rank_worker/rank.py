@@ -52,6 +52,7 @@ from rank_worker.slot_names import SlotNames
 from rank_worker.step_error import step_error
 from rank_worker.step_logprobs import StepLogprobs
 from rank_worker.step_plan import Admit, Opcode, PageUpdate, Row, RowFlag, StepPlan, decode, encode
+from rank_worker.time_limit import TimeLimit
 from rank_worker.weights import WeightSource
 
 COUNTER_INTERVAL_S = 2.0
@@ -141,7 +142,8 @@ class Rank:
         )
         if self.rank == 0:
             self.scheduler = Scheduler(self._limits(plan))
-        self.comm.roll_call("loaded", self.config.load_timeout_s)
+        limit = TimeLimit(self.config.load_timeout_s, lambda: self.word.order.slows_loads)
+        self.comm.roll_call("loaded", limit)
         self._warm_up()
         device.release_freed()
         self._phase = "ready"

@@ -58,7 +58,7 @@ def test_a_hot_chip_brings_the_gang_to_rest_and_the_answer_stays_the_same(
         assert engine.word.order is Order.RUN
     assert held.token_ids == unheld.token_ids
     said = capsys.readouterr().err
-    assert "at rest: chip 2.1 (rank 1) is at 95 °C, hold_celsius=94" in said
+    assert "at rest: chip 2.1 (rank 1) reached 95 °C, hold_celsius=94" in said
     assert not [thread for thread in threading.enumerate() if thread.name == "chip-guard"]
 
 

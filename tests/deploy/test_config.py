@@ -124,3 +124,31 @@ def test_each_device_has_its_own_dtype(embedded_model_dir: Path, tmp_path: Path)
     (tmp_path / "config.json").write_text("{}")
     with pytest.raises(ConfigError, match="names no dtype"):
         load_config(overrides={"device": "cuda", "model": str(tmp_path)})
+
+
+@pytest.mark.parametrize(
+    ("word", "value"), [("on", "on"), ("off", "off"), ('"on"', "on"), ("auto", "auto")]
+)
+def test_bare_yaml_words_switch_sensors(tmp_path: Path, word: str, value: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(f"sensors: {word}\n")
+    assert load_config(str(path)).sensors == value
+
+
+@pytest.mark.parametrize(
+    ("lines", "part"),
+    [
+        ("hold_celsius: 97\n", "hold_celsius=97, and that below cut_celsius=96"),
+        ("resume_celsius: 94\n", "resume_celsius=94 must lie below hold_celsius=94"),
+        ("cut_celsius: .inf\n", "cut_celsius"),
+        ("cut_celsius: 9600\n", "cut_celsius"),
+        ("sensors: maybe\n", "sensors"),
+    ],
+)
+def test_limits_of_heat_are_refused_in_one_line(tmp_path: Path, lines: str, part: str) -> None:
+    path = tmp_path / "config.yaml"
+    path.write_text(lines)
+    with pytest.raises(ConfigError) as caught:
+        load_config(str(path))
+    assert part in str(caught.value)
+    assert "\n" not in str(caught.value)

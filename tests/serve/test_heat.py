@@ -91,7 +91,7 @@ def test_streams_pause_at_95_and_go_on_at_84_with_the_same_tokens(warm: HeatServ
     told = warm.wait_order("hold")
     began_s = time.monotonic()
     assert told["cause"] == "heat"
-    assert "is at 95 °C, hold_celsius=94" in told["reason"]
+    assert "reached 95 °C, hold_celsius=94" in told["reason"]
     ready = server.get("/ready")
     assert ready.status_code == 503
     assert "95 °C" in ready.text

@@ -76,6 +76,7 @@ class Script:
     faults: dict[tuple[int, str, int], BaseException] = field(default_factory=dict)
     reading: NodeReading | None = None
     hangs: set[tuple[int, str, int]] = field(default_factory=set)
+    released: asyncio.Event = field(default_factory=asyncio.Event)
     stepless: set[int] = field(default_factory=set)  # ranks that commit no step
     loaded: dict[int, int] = field(
         default_factory=dict
@@ -88,10 +89,15 @@ class Script:
         key = (life, phase, rank)
         self.reached.append(key)
         if key in self.hangs:
-            await asyncio.Event().wait()
+            await self.released.wait()
         await asyncio.sleep(0)
         if key in self.faults:
             raise self.faults[key]
+
+    def release(self) -> None:
+        """What hangs goes on, and nothing hangs any more."""
+        self.hangs.clear()
+        self.released.set()
 
     def count(self, phase: str) -> int:
         """Calls of it in all lives, by all ranks."""

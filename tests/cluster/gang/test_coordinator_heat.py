@@ -78,11 +78,11 @@ def test_heat_holds_all_streams_and_they_go_on_where_they_were(desk, drive):
             await is_state(table, EngineState.HOLD)
             status = await table.coordinator.status()
             assert (status.ready, status.heat.order, status.heat.cause) == (False, "hold", "heat")
-            assert status.reason == "chip 7.0 (rank 0) is at 95 °C, hold_celsius=94"
-            counts = [len(reader.tokens) for reader in readers]
+            assert status.reason == "chip 7.0 (rank 0) reached 95 °C, hold_celsius=94"
+            step = table.script.gang.step
             await asyncio.sleep(0.5)  # longer than step_timeout_s: nobody is late while held
-            more = sum(len(reader.tokens) for reader in readers) - sum(counts)
-            assert more <= 4, "the step in flight"
+            assert table.script.gang.step - step <= 1, "the one in flight"
+            assert all(len(reader.tokens) < 400 for reader in readers)
             table.script.reading = heat(84, 60)
             await is_state(table, EngineState.SERVING)
             ended_s = time.monotonic()
@@ -111,7 +111,7 @@ def test_a_cut_ends_streams_with_an_error_and_keeps_the_ranks(desk, drive, stays
                 await is_state(table, state)
             await asyncio.gather(*(reader.task for reader in readers))
             assert [reader.errors for reader in readers] == [[ErrorKind.HELD]] * 4
-            with pytest.raises(NotServing, match=r"chip 7.1 \(rank 1\) is at 97 °C, cut") as caught:
+            with pytest.raises(NotServing, match=r"7.1 \(rank 1\) reached 97 °C, cut") as caught:
                 await table.tokens(table.request())
             assert caught.value.kind is ErrorKind.HELD
             table.script.reading = heat(60, 84)
@@ -197,15 +197,58 @@ def test_a_new_gang_is_told_the_order_that_holds(desk, drive):
     drive(body())
 
 
-def test_a_start_that_is_held_is_not_late(desk, drive):
+@pytest.mark.parametrize(("phase", "celsius"), [("load", 90), ("load", 99), ("run", 99)])
+def test_a_start_that_is_slowed_or_held_is_not_late(desk, drive, phase, celsius):
+    """A load that rests, or a first step that waits; paced loads take longer, too."""
+
     async def body():
-        async with desk(heat=HeatLimits(), start_timeout_s=0.6, step_timeout_s=0.3) as table:
-            table.script.reading = heat(99, 60)
-            await table.until(lambda: table.coordinator._holds.order is Order.CUT)
-            await asyncio.sleep(1.0)
+        limits = {"start_timeout_s": 0.6, "load_timeout_s": 0.6, "step_timeout_s": 0.3}
+        table = desk(heat=HeatLimits(), limit=0, **limits)
+        table.script.reading = heat(celsius, 60)
+        if phase == "load":
+            table.script.hangs |= {(1, "load", 0), (1, "load", 1)}
+        async with table:
+            await table.until(lambda: table.coordinator._holds.order > Order.RUN)
+            await asyncio.sleep(1.5)
+            status = await table.coordinator.status()
+            assert ("chip 7.0 (rank 0) reached" in status.reason) == (celsius == 99)
+            assert ("chip 7.0 (rank 0) reached" in status.public_reason) == (celsius == 99)
+            table.script.release()
             table.script.reading = heat(60, 60)
             await table.serving()
             assert len(table.script.gangs) == 1
+
+    drive(body())
+
+
+def test_a_load_that_is_late_without_heat_fails_as_before(desk, drive):
+    async def body():
+        table = desk(heat=HeatLimits(), limit=0, load_timeout_s=0.2)
+        table.script.reading = heat(60, 60)
+        table.script.hangs.add((1, "load", 1))
+        async with table:
+            await table.until(lambda: table.coordinator.state is EngineState.FAILED)
+            assert "load_timeout_s=0.2" in (await table.coordinator.status()).reason
+
+    drive(body())
+
+
+def test_sensors_that_fail_leave_the_age_of_the_last_reading(desk, drive):
+    async def body():
+        async with desk(heat=HeatLimits()) as table:
+            await start(table)
+            await table.until(lambda: table.coordinator._reading is not None)
+            table.script.reading = NodeReading(
+                time.monotonic(), time.time(), None, error="npu-smi: no answer"
+            )
+            asked = table.script.count("reading")
+            await table.until(lambda: table.script.count("reading") > asked + 20)
+            told = (await table.coordinator.status()).heat
+            assert (told.sensor_source, told.sensor_error) == ("npu-smi", "npu-smi: no answer")
+            assert told.sensor_age_s > 0.1
+            text = await table.coordinator.metrics_text()
+            (age,) = [x for x in text.splitlines() if x.startswith(b"nrank_sensor_age_seconds ")]
+            assert float(age.split()[1]) > 0.1
 
     drive(body())
 

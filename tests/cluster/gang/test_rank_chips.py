@@ -36,8 +36,8 @@ def test_a_rank_has_the_chip_that_it_runs_on(desk, drive):
             other = table.script.gang.ranks[1]
             other.identity = replace(other.identity, node="another")
             assert [r.chip for r in (await table.coordinator.status()).ranks] == [COOL, None]
-            table.script.reading = None
-            await table.until(lambda: table.coordinator._reading is None)
+            table.script.reading = old = replace(reading(HOT), monotonic_s=time.monotonic() - 6)
+            await table.until(lambda: table.coordinator._reading is old)
             assert [r.chip for r in (await table.coordinator.status()).ranks] == [None, None]
 
     drive(body())

@@ -67,15 +67,42 @@ def test_the_reason_names_chip_rank_value_and_limit() -> None:
     guard = ThermalGuard()
     verdict = guard.observe(node(50, 94.5, 60, 60), (3, 2, 1, 0), 0)
     assert verdict.cause == "heat"
-    assert verdict.reason == "chip 1.1 (rank 2) is at 94.5 °C, hold_celsius=94"
+    assert verdict.reason == "chip 1.1 (rank 2) reached 94.5 °C, hold_celsius=94"
     assert guard.observe(node(97, 50, 50, 50), (3, 2, 1, 0), 1).reason == (
-        "chip 1.0 (rank 3) is at 97 °C, cut_celsius=96"
+        "chip 1.0 (rank 3) reached 97 °C, cut_celsius=96"
     )
 
 
-def test_only_chips_of_the_gang_count() -> None:
+def test_only_cards_of_the_gang_count() -> None:
     hot_elsewhere = node(50, 50, 99, 99)
     assert ThermalGuard().observe(hot_elsewhere, (0, 1), 0) == Verdict()
+    guard = ThermalGuard()
+    verdict = guard.observe(hot_elsewhere, (0, 2), 0)
+    assert verdict.order is CUT
+    guard = ThermalGuard()
+    verdict = guard.observe(node(50, 95, 50, 50), (0,), 0)
+    assert verdict.reason == "chip 1.1 (on the card of a rank) reached 95 °C, hold_celsius=94"
+    assert guard.observe(node(50, 86, 50, 50), (0,), 1).order is HOLD
+    assert guard.observe(node(50, 85, 99, 99), (0,), 2).order is RUN
+
+
+def test_a_chip_that_is_gone_is_missed_where_chips_have_no_logic_ids() -> None:
+    guard = ThermalGuard()
+    assert guard.observe(node(50, 50, 50, 50, ids=False), (0, 1), 0).silent_ranks == ()
+    verdicts = [guard.observe(node(50, 50, 50, ids=False), (0, 1), s) for s in (1, 31)]
+    assert [v.silent_ranks for v in verdicts] == [(0, 1)] * 2
+    assert verdicts[-1].order is HOLD
+    hot = guard.observe(node(97, 50, 50, ids=False), (0, 1), 32)
+    assert hot.order is CUT, "those that are there still count"
+    assert ThermalGuard().observe(node(50, ids=False), (0, 1), 0).silent_ranks == (0, 1)
+
+
+def test_time_without_a_gang_is_no_silence() -> None:
+    guard = ThermalGuard()
+    guard.observe(node(50, 50), (0, 1), 0)
+    guard.new_gang()
+    assert guard.observe(None, (0, 1), 100) == Verdict(silent_ranks=(0, 1))
+    assert guard.observe(None, (0, 1), 130).order is HOLD
 
 
 def test_without_logic_ids_the_hottest_chip_of_the_node_counts_for_all() -> None:
@@ -94,7 +121,8 @@ def test_thirty_seconds_without_a_temperature_hold(lost: NodeReading | None) -> 
     assert [v.order for v in verdicts] == [RUN, RUN, HOLD, HOLD]
     assert all(1 in v.silent_ranks for v in verdicts), "the alarm comes at once"
     assert "no temperature of rank(s)" in verdicts[-1].reason
-    assert "for 31 s" in verdicts[-1].reason
+    assert "for more than 30 s" in verdicts[-1].reason
+    assert verdicts[-1].reason == verdicts[-2].reason, "nothing new to tell each second"
     assert verdicts[-1].cause == "silence"
     if lost is not None and lost.error:
         assert lost.error in verdicts[-1].reason
