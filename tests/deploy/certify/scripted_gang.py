@@ -47,7 +47,10 @@ class Killed(BaseException):
 
 @dataclass
 class Script:
-    """Faults by cell: "wrong", "other", "again", "short", "error", "cold" or "hot"; what ran is in `ran`."""
+    """What gangs do; `ran` is what they did.
+
+    Faults by cell: "wrong" code, "other" ids, others "again" only, "short", "error", "cold", "hot".
+    """
 
     encode: Callable[[str], tuple[int, ...]]
     decode: Callable[[Sequence[int]], str]

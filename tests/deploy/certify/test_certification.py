@@ -192,8 +192,9 @@ def test_one_process_at_a_time_writes(path: Path, script: Script) -> None:
     assert certify(path, script) == evidence
 
 
+@pytest.mark.parametrize("call", ["fsync", "replace"])
 def test_a_write_that_fails_leaves_the_file_as_it_was(
-    path: Path, script: Script, monkeypatch: pytest.MonkeyPatch
+    path: Path, script: Script, monkeypatch: pytest.MonkeyPatch, call: str
 ) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
@@ -202,7 +203,7 @@ def test_a_write_that_fails_leaves_the_file_as_it_was(
     with pytest.raises(Killed):
         certify(path, script)
     before = path.read_bytes()
-    monkeypatch.setattr("os.fsync", full)
+    monkeypatch.setattr(f"os.{call}", full)
     script.ends_after = -1
     with pytest.raises(NrankError, match="No space left on device; make room"):
         certify(path, script)
