@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import hashlib
 import subprocess
 from importlib import metadata
 from pathlib import Path
 
 GIT_S = 5.0
+PACKAGES = ("placement", "ops", "rank_worker", "cluster", "deploy")
 
 
 def package_version(name: str) -> str:
@@ -19,12 +21,26 @@ def package_version(name: str) -> str:
 
 def git_revision() -> str:
     """The checkout's commit, or "" where this is no checkout or git is missing."""
+    return _git("rev-parse", "--short=12", "HEAD").decode().strip()
+
+
+def code_revision() -> str:
+    """The commit, with a hash of what its packages differ by; without a checkout the version."""
+    commit = git_revision()
+    if not commit:
+        return package_version("nrank")
+    changes = _git("diff", "HEAD", "--", *PACKAGES)
+    return f"{commit}+{hashlib.sha256(changes).hexdigest()[:8]}" if changes else commit
+
+
+def _git(*arguments: str) -> bytes:
+    """What it prints; nothing where it can't."""
     home = Path(__file__).resolve().parents[1]
     if not (home / ".git").exists():
-        return ""
-    command = ["git", "-C", str(home), "rev-parse", "--short=12", "HEAD"]
+        return b""
+    command = ["git", "-C", str(home), *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=GIT_S, check=False)
+        done = subprocess.run(command, capture_output=True, timeout=GIT_S, check=False)
     except (OSError, subprocess.TimeoutExpired):
-        return ""
-    return done.stdout.strip()
+        return b""
+    return done.stdout

@@ -43,7 +43,7 @@ class Binding:
     plan_id: str
     engine_hash: str  # of the configuration that ranks run with
     checkpoint: str  # hash of the model directory's files
-    revision: str  # of nrank
+    revision: str  # of nrank, and of changes to it that are not committed
 
     def differences(self, here: Binding) -> list[str]:
         """Words for what differs `here`, with both values."""

@@ -12,7 +12,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import BinaryIO
 
-from deploy.version import git_revision, package_version
+from deploy.version import code_revision
 from placement.config import EngineConfig
 from placement.errors import CheckpointError
 from placement.evidence import Binding
@@ -30,8 +30,8 @@ PIECE_BYTES = 16 << 10
 
 def binding_of(config: EngineConfig, plan_id: str = "") -> Binding:
     """CheckpointError when a file of the model directory can't be read."""
-    revision = git_revision() or package_version("nrank")
-    return Binding(plan_id, engine_hash(config), checkpoint_hash(config.model_dir), revision)
+    checkpoint = checkpoint_hash(config.model_dir)
+    return Binding(plan_id, engine_hash(config), checkpoint, code_revision())
 
 
 def engine_hash(config: EngineConfig) -> str:

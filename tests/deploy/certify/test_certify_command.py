@@ -140,7 +140,7 @@ def test_a_real_run_that_is_killed_is_resumed(
         process.send_signal(signal.SIGKILL)
     kept = read_evidence(str(path))
     revision = kept.binding.revision  # a commit beside this test makes no difference to it
-    monkeypatch.setattr("deploy.certify.binding.git_revision", lambda: revision)
+    monkeypatch.setattr("deploy.certify.binding.code_revision", lambda: revision)
     code, out, _ = run()
     evidence = read_evidence(str(path))
     assert (code, evidence.certified_tokens) == (0, 256), out

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import shutil
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,7 @@ from cluster.client import EngineStatus
 from cluster.coordinator import Coordinator
 from cluster.local_gang import LocalLauncher
 from cluster.tokens import Tokenizer
-from deploy import cli
+from deploy import cli, version
 from deploy.certify.binding import NUM_PIECES, PIECE_BYTES, WHOLE_BYTES, checkpoint_hash
 from deploy.config import load_config
 from deploy.foreground import context_text
@@ -32,7 +33,7 @@ def evidence(embedded_model_dir: Path, tmp_path: Path, monkeypatch: pytest.Monke
     tokenizer = Tokenizer.load(embedded_model_dir)
     script = Script(tokenizer.encode, tokenizer.decode, END)
     monkeypatch.setattr("deploy.certify.gangs.gang_starter", lambda *_: script.start)
-    monkeypatch.setattr("deploy.certify.binding.git_revision", lambda: "fedcba987654")
+    monkeypatch.setattr("deploy.certify.binding.code_revision", lambda: "fedcba987654")
     path = tmp_path / "evidence.json"
     flags = ["--ranks", "2", "--sequences", "2", "--context", "1024", "--lengths", "256,512"]
     assert cli.main(["certify", *flags, "--out", str(path)]) == 0
@@ -83,7 +84,7 @@ def test_a_changed_configuration_certifies_nothing(
 def test_another_revision_certifies_nothing(
     evidence: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("deploy.certify.binding.git_revision", lambda: "0123456789ab")
+    monkeypatch.setattr("deploy.certify.binding.code_revision", lambda: "0123456789ab")
     status, _ = status_of(evidence)
     assert status.certified_tokens == 0
     assert "is 0123456789ab: run nrank certify again" in status.certified_warning
@@ -130,3 +131,26 @@ def test_a_file_that_is_no_evidence_ends_serve_before_it_starts(
     assert cli.main(["serve", "--port", "0", "--evidence", str(path)]) == 2
     told = capsys.readouterr().err
     assert told == f"nrank: {path} is no evidence file of this version: no 'version'\n"
+
+
+def test_changes_that_are_not_committed_are_another_revision(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def git(*arguments: str) -> None:
+        who = ["-c", "user.name=n", "-c", "user.email=n@localhost"]
+        subprocess.run(["git", "-C", str(tmp_path), *who, *arguments], check=True)
+
+    (tmp_path / "deploy").mkdir()
+    module = tmp_path / "deploy" / "version.py"
+    module.write_text("")
+    git("init", "--quiet")
+    git("add", ".")
+    git("commit", "--quiet", "-m", "first")
+    monkeypatch.setattr(version, "__file__", str(module))
+    found = [version.code_revision()]
+    for text in ("a = 1", "a = 2"):
+        module.write_text(text)
+        found.append(version.code_revision())
+    assert len(set(found)) == 3
+    assert found[1].startswith(f"{found[0]}+")
+    assert version.git_revision() == found[0]
