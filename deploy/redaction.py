@@ -41,12 +41,43 @@ _LINE = re.compile(
     re.I,
 )
 _NAMED = re.compile(
-    r"""(?P<name>[\w.-]*(?:token|key|secret|passw|pwd|passphrase|credential|authorization"""
+    r"""(?<![\w.-])(?P<name>[\w.-]*(?:token|key|secret|passw|pwd|passphrase|credential|authorization"""
     r"""|cookie|signature)[\w.-]*)(?P<between>["']?\s*[:=]\s*)"""
     r"""(?P<value>"(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*'|"""
     r"""(?:(?:bearer|basic|token|digest)\s+)?[^\s,;&"'}\])]+)""",
     re.I,
 )
+# `--token X`, and `'--token', 'X'` of a list of arguments.
+_FLAG = re.compile(r"""--?[a-z][\w-]*""", re.I)
+_AFTER_FLAG = re.compile(
+    r"""(?<![\w-])(?P<name>--?[a-z][\w-]*)(?P<between>["']?(?:[ \t]*,[ \t]*|[ \t]+))"""
+    r"""(?P<value>(?!-)(?:"[^"]*"|'[^']*'|[^\s,;"'}\])]+))""",
+    re.I,
+)
+# `token X`, `token is X`: only what is no word and no number, for texts often speak of tokens.
+_AFTER_NAME = re.compile(
+    r"""(?<![\w.-])(?P<name>[\w.-]*(?:token|secret|credentials?|"""
+    r"""(?:api|access|secret|private)[ _-]?key))"""
+    r"""(?P<between>[ \t]+(?:(?:is|was)[ \t]+)?["']?)"""
+    r"""(?P<value>(?:(?=[^\s"']*[0-9])(?=[^\s"']*[a-z])[\w.~+/-]{6,}|[\w.~+/-]{20,})=*)"""
+    r"""(?![\w=(\[])""",
+    re.I,
+)
+# After a password's name anything with a digit; after `is` all that isn't said of passwords.
+_PASSWORD = re.compile(r"""((?:passw\w*|passphrase)[ \t]+["']?)(?=\S*\d)\S{4,}""", re.I)
+_PASSWORD_IS = re.compile(
+    r"""((?:passw\w*|passphrase|pwd)[ \t]+(?:is|was)[ \t]+)(?!<removed>|(?:not|never"""
+    r"""|missing|wrong|required|needed|invalid|incorrect|empty|unset|set|absent|expired|too)\b).*""",
+    re.I,
+)
+# Programs whose short option takes a password.
+_COMMAND = re.compile(
+    r"""(\b(?:(?:mysql|mariadb)[\w-]*[ \t](?:.*?[ \t])??-p|sshpass[ \t]+-p[ \t]*"""
+    r"""|(?:docker|podman)[ \t]+login[ \t](?:.*?[ \t])??-p[ \t]*"""
+    r"""|redis-cli[ \t](?:.*?[ \t])??-a[ \t]*|ldap\w+[ \t](?:.*?[ \t])??-w[ \t]*"""
+    r"""|curl[ \t](?:.*?[ \t])??-u[ \t]*))(?:"[^"\n]*"|'[^'\n]*'|[^\s"']+)"""
+)
+_PARAMETER = re.compile(r"""([?&](?:sig|sign|auth|jwt|sid|code|pass)=)[^\s&#"'<>]+""", re.I)
 _SHAPES = (
     # A key whose end, or whose begin, was cut off goes as well.
     re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY.*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)", re.S),
@@ -54,8 +85,10 @@ _SHAPES = (
     re.compile(r"\b(?:bearer|basic)\s+[\w.~+/=-]{6,}", re.I),
     re.compile(r"\bhf_\w{6,}"),
     re.compile(r"\b(?:sk|pk|rk)-[\w-]{8,}"),
-    re.compile(r"\b(?:gh[pousr]_|github_pat_|glpat-|xox[abeoprs]-)[\w-]{8,}"),
-    re.compile(r"\bAKIA\w{8,}"),
+    re.compile(r"\b(?:gh[pousr]_|github_pat_|glpat-)[\w-]{8,}"),
+    re.compile(r"\b(?:xox[a-z]|xapp)-[\w-]+"),
+    re.compile(r"\bA(?:KI|SI)A\w{8,}"),
+    re.compile(r"\bAIza[\w-]{8,}"),
     re.compile(r"\beyJ[\w-]{6,}\.[\w-]+\.[\w-]*"),
 )
 _URL_LOGIN = re.compile(r"\b([a-z][a-z0-9+.-]*://)[^\s\"'<>]*@", re.I)
@@ -99,14 +132,23 @@ class Redactor:
         text = _URL_LOGIN.sub(rf"\1{REMOVED}@", text)
         text = _PRIVATE_IN_TEXT.sub(rf"\1 {REMOVED}", text)
         text = _LINE.sub(rf"\1 {REMOVED}", text)
-        return _NAMED.sub(_without_value, text)
+        text = _PARAMETER.sub(rf"\1{REMOVED}", text)
+        text = _COMMAND.sub(rf"\1{REMOVED}", text)
+        text = _PASSWORD_IS.sub(rf"\1{REMOVED}", text)
+        text = _PASSWORD.sub(rf"\1{REMOVED}", text)
+        for named in (_NAMED, _AFTER_FLAG, _AFTER_NAME):
+            text = named.sub(_without_value, text)
+        return text
 
     def json(self, value: Any) -> Any:
         """The same JSON value without secrets, whatever is nested in it."""
         if isinstance(value, Mapping):
             return {self.text(str(key)): self._field(str(key), v) for key, v in value.items()}
         if isinstance(value, list | tuple):
-            return [self.json(item) for item in value]
+            return [
+                REMOVED if isinstance(item, str) and _takes_a_secret(before) else self.json(item)
+                for before, item in zip([None, *value], value, strict=False)
+            ]
         return self.text(value) if isinstance(value, str) else value
 
     def environ(self, environ: Mapping[str, str]) -> dict[str, str]:
@@ -123,8 +165,14 @@ class Redactor:
         return self.json(value)
 
 
+def _takes_a_secret(argument: Any) -> bool:
+    """Whether this is an option of a command line whose value has to go."""
+    is_flag = isinstance(argument, str) and _FLAG.fullmatch(argument)
+    return bool(is_flag) and is_secret_name(argument.replace("-", "_"))
+
+
 def _without_value(found: re.Match[str]) -> str:
     name = found["name"]
-    if not is_secret_name(name):
+    if not is_secret_name(name.replace("-", "_") if name.startswith("-") else name):
         return found[0]
     return f"{name}{found['between']}{REMOVED}"

@@ -41,6 +41,27 @@ SECRET_TEXTS = [
     f"EngineRequest(prompt_ids=(1, 2, '{PLANTED}'))",
     f"prompt: hello {PLANTED}",
     f"input_value='{PLANTED}', input_type=str",
+    f"nrank serve --token {PLANTED} --port 80",
+    f"run --api-key '{PLANTED}'",
+    f"cmd -secret  {PLANTED}",
+    f"argv ['--hf-token', '{PLANTED}', '--port', '80']",
+    f'argv ["--password", "{PLANTED}"]',
+    f"uses token {PLANTED} from the file",
+    f"the token is {PLANTED}.",
+    f"hf_token {PLANTED}==",
+    f"API key {PLANTED}",
+    f"password is {PLANTED}",
+    f"the Password was two words {PLANTED}",
+    f"password {PLANTED}",
+    f"mysql -u root -p{PLANTED} db",
+    f"mysqldump -p{PLANTED}",
+    f"sshpass -p {PLANTED} ssh host",
+    f"redis-cli -h host -a {PLANTED}",
+    f"curl -s -u anna:{PLANTED} http://host",
+    f"https://host/a?se=2026&sig={PLANTED}%3D&x=1",
+    f"https://host/a?sig={PLANTED}",
+    f"AIza{PLANTED}",
+    "ASIA" + PLANTED,
 ]
 
 
@@ -53,6 +74,15 @@ def test_a_secret_goes_wherever_it_stands(text: str) -> None:
     assert redactor.text(told) == told  # twice is once
 
 
+def test_a_short_slack_token_goes() -> None:
+    assert Redactor({}).text("with xoxb-1a") == f"with {REMOVED}"
+
+
+def test_the_value_of_an_option_goes_from_a_list_of_arguments() -> None:
+    argv = ["serve", "--token", PLANTED, "--max-tokens", "64", "--port", "80"]
+    assert Redactor({}).json(argv) == [REMOVED if one == PLANTED else one for one in argv]
+
+
 USEFUL_TEXTS = [
     "context_tokens = 4096, max_tokens=64, prompt_tokens: 12",
     "KeyError: 'layers.3.mlp'",
@@ -62,6 +92,13 @@ USEFUL_TEXTS = [
     "PanicException at ops/cpu/native.py:176 in nrank_moe",
     "tokenizers==0.22.1",
     "nrank: model a: 2 rank(s) on cpu",
+    "2 prompts, tokens 512, token 17 of 512, 12 tokens a second",
+    "--max-tokens 512 --page-tokens 16 --tokenizer /models/a --tokenizer-dir /b",
+    "max_tokens 64, per token 0.031 s, one token at position 3",
+    "the token is missing, the password is not set, password is required",
+    "missing key model.layers.3.mlp.gate.weight in model-00001-of-00002.safetensors",
+    "token budget of a step, next token 4711 of request cmpl-12ab",
+    "mysql -P 3306, nrank serve -p 8000, curl -s http://127.0.0.1:8000/status?rank=1",
 ]
 
 
@@ -108,3 +145,10 @@ def test_json_is_searched_at_every_depth() -> None:
     assert PLANTED not in str(told)
     assert told["max_tokens"] == "64"
     assert (told["keys"], told["tokens"], told["ok"], told["flag"]) == (3, [1, 2], None, True)
+
+
+@pytest.mark.timeout(60)
+def test_a_long_word_takes_no_long_time() -> None:
+    """What was encoded without a blank, as logs of broken requests have it: minutes before."""
+    text = "a" * 50_000
+    assert Redactor({}).text(text) == text
