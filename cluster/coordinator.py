@@ -104,6 +104,7 @@ class Coordinator:
             lambda: self._supervisor.gang, lambda: self._holds.order, self.observe_heat
         )
         guard = ThermalGuard(settings.heat) if settings.heat is not None else None
+        self._metrics.set_heat_limits(settings.heat)
         self._heat = HeatWatch(guard, heat)
 
     @property

@@ -25,7 +25,7 @@ from cluster.client import EngineState
 from cluster.heat_series import HeatSeries
 from cluster.metrics import METRICS, RESTART_REASONS, MetricSpec, MetricType
 from cluster.rank_series import RankSeries
-from cluster.thermal_guard import Verdict
+from cluster.thermal_guard import HeatLimits, Verdict
 from placement.errors import ErrorKind
 from placement.plan import Plan
 from rank_worker.device_sensors.reading import NodeReading
@@ -124,6 +124,10 @@ class EngineMetrics:
     ) -> None:
         """Once a second: `devices[rank]` is the physical chip of a rank."""
         self._heat.observe(reading, verdict, devices)
+
+    def set_heat_limits(self, limits: HeatLimits | None) -> None:
+        """What the guard holds chips to; None where it doesn't guard."""
+        self._heat.limits = limits
 
     def set_held(self, order: Order, seconds: Mapping[str, float]) -> None:
         """What ranks may do now, and seconds at rest so far by cause."""

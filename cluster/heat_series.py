@@ -13,7 +13,7 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metri
 from prometheus_client.registry import Collector
 
 from cluster.holds import HAND
-from cluster.thermal_guard import HEAT, SILENCE, Verdict
+from cluster.thermal_guard import HEAT, SILENCE, HeatLimits, Verdict
 from rank_worker.device_sensors.reading import HEALTH_WORDS, STALE_S, ChipReading, NodeReading
 from rank_worker.guard_word import Order
 
@@ -27,6 +27,7 @@ _CHIP_GAUGES = {
     "nrank_chip_bandwidth_utilisation_ratio": "bandwidth_utilisation_ratio",
     "nrank_chip_ecc_enabled": "ecc_enabled",
 }
+LIMITS = ("hold", "resume", "cut")
 CAUSES = (HEAT, SILENCE, HAND)
 _ECC = {"single_bit": "ecc_single_bit", "double_bit": "ecc_double_bit"}
 
@@ -37,6 +38,7 @@ class HeatSeries(Collector):
     NAMES = frozenset(
         {
             *_CHIP_GAUGES,
+            "nrank_chip_limit_celsius",
             "nrank_chip_health",
             "nrank_chip_error_codes",
             "nrank_chip_ecc_errors_total",
@@ -56,6 +58,7 @@ class HeatSeries(Collector):
         self._devices: Sequence[int] = ()
         self.held_s: Mapping[str, float] = {}  # cause -> seconds so far
         self.order = Order.RUN
+        self.limits: HeatLimits | None = None  # of the guard; None where nothing guards
 
     def observe(
         self, reading: NodeReading | None, verdict: Verdict, devices: Sequence[int]
@@ -105,12 +108,22 @@ class HeatSeries(Collector):
                 if value is not None:
                     family.add_metric(label, float(value))
             yield family
+        yield self._limits(chips, labels)
         yield from self._states(chips, labels)
         power = self._gauge("nrank_card_power_watts", "card")
         for card in reading.cards if reading is not None and is_fresh else ():
             if card.power_watts is not None:
                 power.add_metric([str(card.npu_id)], card.power_watts)
         yield power
+
+    def _limits(self, chips: Sequence[ChipReading], labels: list[list[str]]) -> Metric:
+        family = self._gauge("nrank_chip_limit_celsius", *_CHIP, "kind")
+        for chip, label in zip(chips, labels, strict=True):
+            if self.limits is not None:
+                limits = self.limits.of(chip)
+                for kind in LIMITS:
+                    family.add_metric([*label, kind], attrgetter(f"{kind}_celsius")(limits))
+        return family
 
     def _states(self, chips: Sequence[ChipReading], labels: list[list[str]]) -> Iterator[Metric]:
         health = self._gauge("nrank_chip_health", *_CHIP, "state")

@@ -245,6 +245,13 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec("nrank_sensor_age_seconds", _G, "Of the last reading", unit="seconds"),
     MetricSpec("nrank_chip_temperature_celsius", _G, "Of the chip", _CHIP, "celsius"),
     MetricSpec("nrank_chip_shutdown_celsius", _G, "Where the card ends it", _CHIP, "celsius"),
+    MetricSpec(
+        "nrank_chip_limit_celsius",
+        _G,
+        "Of the heat guard for the chip: hold, cut, and resume below both",
+        (*_CHIP, "kind"),
+        "celsius",
+    ),
     MetricSpec("nrank_chip_memory_used_bytes", _G, "By all processes", _CHIP, "bytes"),
     MetricSpec("nrank_chip_memory_total_bytes", _G, "As the driver tells", _CHIP, "bytes"),
     MetricSpec("nrank_chip_core_utilisation_ratio", _G, "0..1", _CHIP, "ratio"),

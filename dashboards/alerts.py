@@ -12,7 +12,7 @@ from typing import Any
 from dashboards.query import series
 
 WARNING, CRITICAL = "warning", "critical"
-HOT_CELSIUS = 90  # ranks are held at 94, answers are cut at 96
+NEAR_CELSIUS = 4  # so far below the limit at which ranks are held
 PLAN_TOLERANCE = 1.05
 MIN_DRAFTS = 100  # so few may all be wrong by chance
 
@@ -45,6 +45,7 @@ def _increase(name: str, window: str, where: str = "", part: str = "") -> str:
     return f"sum by (instance) (increase({_all(name, where, part)}[{window}]))"
 
 
+HOLD_CELSIUS = _all("nrank_chip_limit_celsius", 'kind="hold"')
 HOLD = _all("nrank_heat_order", 'order="hold"') + " == 1"
 CUT = _all("nrank_heat_order", 'order="cut"') + " == 1"
 RESTS = _all("nrank_heat_order", 'order=~"hold|cut"') + " == 1"
@@ -65,11 +66,12 @@ ALERTS = (
     ),
     Alert(
         "NrankChipHot",
-        f"{_all('nrank_chip_temperature_celsius')} >= {HOT_CELSIUS}",
+        f"{_all('nrank_chip_temperature_celsius')} >= ignoring (kind) "
+        f"({HOLD_CELSIUS} - {NEAR_CELSIUS})",
         "30s",
         WARNING,
         "card {{ $labels.card }} chip {{ $labels.chip }} is at {{ $value }} °C",
-        "Ranks are held at hold_celsius and answers cut at cut_celsius: look at the air flow.",
+        f"At most {NEAR_CELSIUS} °C more and ranks are held (hold_celsius): look at the air flow.",
     ),
     Alert(
         "NrankHeld",

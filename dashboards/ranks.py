@@ -164,10 +164,12 @@ MEMORY = (
 HEAT = (
     Panel(
         "Temperature",
-        "nrank_chip_temperature_celsius; nrank_chip_shutdown_celsius where the card tells it.",
+        "nrank_chip_temperature_celsius; nrank_chip_limit_celsius: the lowest of its kind; "
+        "nrank_chip_shutdown_celsius where the card tells it.",
         "celsius",
         (
             Query(series("nrank_chip_temperature_celsius"), CHIP),
+            Query(f"min by (kind) ({series('nrank_chip_limit_celsius')})", "{{kind}}"),
             Query(series("nrank_chip_shutdown_celsius"), f"shutdown: {CHIP}"),
         ),
         width=12,

@@ -39,6 +39,14 @@ def chip(name: str, values: str, **labels: str) -> Row:
     return row(name, values, rank="0", card="2", chip="1", **labels)
 
 
+def heat(celsius: str, hold_celsius: int) -> tuple[Row, ...]:
+    limits = {"hold": hold_celsius, "resume": hold_celsius - 9, "cut": hold_celsius + 2}
+    kinds = (
+        chip("nrank_chip_limit_celsius", f"{limit}x60", kind=kind) for kind, limit in limits.items()
+    )
+    return chip("nrank_chip_temperature_celsius", celsius), *kinds
+
+
 def order(held: str, values: str) -> Row:
     return row("nrank_heat_order", values, order=held)
 
@@ -87,8 +95,8 @@ UP = {"series": f'up{{job="nrank",instance="{INSTANCE}"}}', "values": "1x60"}
 CASES = {
     "NrankDown": Case(({**UP, "values": "1x10 0x50"},), (UP,)),
     "NrankChipHot": Case(
-        (chip("nrank_chip_temperature_celsius", "70x10 91x50"),),
-        (chip("nrank_chip_temperature_celsius", "89.9x60"),),
+        heat("70x10 91x50", 94),
+        heat("89.9x60", 94),
     ),
     "NrankHeld": Case((order("hold", "0x10 1x50"),), (order("hold", "0x33 1x27"),)),
     "NrankCut": Case((order("cut", "0x30 1x30"),), (order("hold", "1x60"), order("cut", "0x60"))),
@@ -120,10 +128,12 @@ CASES = {
     ),
 }
 MORE = {
+    "NrankChipHot": (heat("70x10 76x50", 80),),
     "NrankSensorLost": (sensors("0x60", "1+5x60"),),
     "NrankChipUnhealthy": ((chip("nrank_chip_ecc_errors_total", "0x10 1x50", kind="double_bit"),),),
 }  # other faults of the same alert
 MORE_CALM = {
+    "NrankChipHot": (heat("75.9x60", 80),),
     "NrankStepsStall": (steps("0x60", "200x60"), steps("1x60", "0+1x60")),
     "NrankZeroAcceptance": (drafts("0x60", "0x60"), drafts("0+1x60", "0x60")),
 }

@@ -15,7 +15,7 @@ from cluster.client import EngineState
 from cluster.engine_metrics import RANK_SILENT_S, BuildInfo, EngineMetrics
 from cluster.heat_series import CAUSES
 from cluster.metrics import JOB_METRICS, METRICS, RESTART_REASONS, MetricType
-from cluster.thermal_guard import Verdict
+from cluster.thermal_guard import HeatLimits, Verdict
 from ops.registry import REFERENCES
 from placement.errors import ErrorKind
 from placement.ledger import ROWS
@@ -283,6 +283,21 @@ def test_readings_become_series_of_chips_and_the_unknown_is_absent(
     assert read("nrank_hold_seconds_total", cause="heat") == 2.0
 
 
+def test_limits_of_the_guard_are_those_of_each_chip(metrics: EngineMetrics, read: Read) -> None:
+    """A card that tells where it ends lowers them, and a guard that is off has none."""
+    chips = (ChipReading(2, 0, 0), ChipReading(2, 1, 1, shutdown_celsius=80))
+    metrics.observe_heat(
+        NodeReading(monotonic(), 0.0, "npu-smi", chips, ()), Verdict(silent_ranks=(0, 1)), (0, 1)
+    )
+    assert read("nrank_chip_limit_celsius") is None
+    limits = HeatLimits(hold_celsius=80, resume_celsius=70, cut_celsius=90)
+    metrics.set_heat_limits(limits)
+    for kind, celsius in (("hold", 80), ("resume", 70), ("cut", 90)):
+        assert read("nrank_chip_limit_celsius", rank="0", kind=kind) == celsius
+    lowered = read("nrank_chip_limit_celsius", rank="1", kind="hold")
+    assert lowered == limits.of(chips[1]).hold_celsius < 80
+
+
 def test_a_stale_reading_tells_its_age_and_no_values(metrics: EngineMetrics, read: Read) -> None:
     old_s = monotonic() - STALE_S - 100
     chip = ChipReading(2, 0, 0, temperature_celsius=61)
@@ -333,6 +348,7 @@ def test_labels_stay_few_on_a_large_machine(clock: Clock) -> None:
     cards = tuple(CardReading(card, 50.0) for card in range(32))
     reading = NodeReading(monotonic(), 0.0, "dcmi", chips, cards)
     metrics.observe_heat(reading, Verdict(), tuple(ranks))
+    metrics.set_heat_limits(HeatLimits())
     families = text_string_to_metric_families(metrics.render().decode())
     series = [sample for family in families for sample in family.samples]
     per_rank = sum("rank" in sample.labels for sample in series) / len(ranks)
