@@ -36,6 +36,9 @@ class Idles:
         monkeypatch.setattr(engine.rank0.comm, "send_plan", counted)
 
     def wait(self, count: int) -> None:
+        """Until `count` more were sent, from now on."""
+        while self._seen.acquire(blocking=False):
+            pass
         for _ in range(count):
             assert self._seen.acquire(timeout=PATIENCE_S)
 
