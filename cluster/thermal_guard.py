@@ -13,6 +13,7 @@ from rank_worker.device_sensors.reading import ChipReading, NodeReading
 from rank_worker.guard_word import Order
 
 HEAT, SILENCE = "heat", "silence"
+LEAST_SHUTDOWN_CELSIUS = 70.0  # no accelerator shuts down below: the value was misread
 SHUTDOWN_MARGIN_CELSIUS = 4.0  # below a card's own shutdown threshold we cut at the latest
 HOLD_MARGIN_CELSIUS = 2.0  # and hold so far below the cut
 RESUME_MARGIN_CELSIUS = 4.0  # and resume so far below the hold
@@ -35,7 +36,7 @@ class HeatLimits:
 
     def of(self, chip: ChipReading) -> HeatLimits:
         """The limits of one chip."""
-        if chip.shutdown_celsius is None:
+        if chip.shutdown_celsius is None or chip.shutdown_celsius < LEAST_SHUTDOWN_CELSIUS:
             return self
         cut = min(self.cut_celsius, chip.shutdown_celsius - SHUTDOWN_MARGIN_CELSIUS)
         hold = min(self.hold_celsius, cut - HOLD_MARGIN_CELSIUS)

@@ -152,4 +152,5 @@ def test_a_card_that_tells_its_shutdown_threshold_lowers_the_limits() -> None:
     chip = node(50, shutdown=90).chips[0]
     assert HeatLimits().of(chip) == HeatLimits(84, 80, 86)
     assert HeatLimits().of(node(50, shutdown=105).chips[0]) == HeatLimits()
+    assert HeatLimits().of(node(50, shutdown=30).chips[0]) == HeatLimits(), "no such threshold"
     assert ThermalGuard().observe(node(86, shutdown=90), (0,), 0).order is CUT
