@@ -15,6 +15,7 @@ import pytest
 from playwright.sync_api import Browser, Playwright, sync_playwright
 
 PROGRAMS = ("chromium", "chromium-browser", "google-chrome", "google-chrome-stable")
+PHONE = {"width": 390, "height": 844}
 # Nothing but the page is asked for; a container's root has no sandbox to run in.
 FLAGS = (
     "--disable-gpu", "--disable-dev-shm-usage", "--disable-background-networking",

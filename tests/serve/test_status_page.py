@@ -12,13 +12,12 @@ from playwright.sync_api import Browser, Locator, Page, expect
 
 from cluster.status_page import DASH
 from deploy.config import load_config
-from tests.serve.browser import chromium
+from tests.serve.browser import PHONE, chromium
 from tests.serve.scripted_sensor import ScriptedSensor
 
 pytestmark = [pytest.mark.ray]
 
 RANKS = 4
-PHONE = {"width": 390, "height": 844}
 LIMIT_MS = 30_000.0
 
 

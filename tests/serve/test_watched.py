@@ -5,14 +5,17 @@ from __future__ import annotations
 import re
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from dashboards import board_page, overview
 from dashboards.generate import BOARDS
 from deploy.gpqa.report import make_report
 from deploy.gpqa.series import MetricsPort, RunSeries
 from tests.deploy.gpqa.ledger_samples import answer, contents
+from tests.serve.browser import PHONE, chromium
 from tests.serve.prometheus_server import Prometheus, prometheus
 from tests.serve.scripted_sensor import ScriptedSensor
 
@@ -150,6 +153,37 @@ def test_every_query_of_every_board_has_data(watched: Watched) -> None:
         server.until("data for every query", ask_again)
     except AssertionError:
         pytest.fail("no data for " + "; ".join(f"{title}: {q}" for q, title in missing.items()))
+
+
+def test_the_overview_shows_live_data_in_a_browser(watched: Watched, tmp_path: Path) -> None:
+    """Every panel has a line that is drawn; nothing is loaded, nothing is told to the console."""
+    watched.server.wait_ready()
+    told: list[str] = []
+    asked: list[str] = []
+    file = tmp_path / "overview.html"
+    address = str(watched.watcher.http.base_url)
+    panels = [panel.title for _, panels in overview.BOARD.rows for panel in panels]
+    with chromium() as browser:
+        page = browser.new_page(viewport=PHONE)  # type: ignore[arg-type]
+        page.on("console", lambda message: told.append(message.text))
+        page.on("pageerror", lambda error: told.append(str(error)))
+        page.on("request", lambda request: asked.append(request.url))
+
+        def all_have_lines() -> bool:
+            flags = ["--board", "overview", "--minutes", "5", "--prometheus", address]
+            assert board_page.main([*flags, "--out", str(file)]) is None
+            page.goto(file.as_uri())
+            return page.locator(".panel:not(:has(path))").count() == 0
+
+        watched.server.until("a line in every panel", all_have_lines)
+        assert page.locator(".panel h3").all_inner_texts() == panels
+        for panel in page.locator(".panel").all():
+            widths = panel.locator("path").evaluate_all("all => all.map(p => p.getTotalLength())")
+            assert max(widths) > 0
+        assert page.locator(".panel", has_text="State").first.inner_text().count("serving") == 1
+        assert page.evaluate("document.documentElement.scrollWidth") == PHONE["width"]
+    assert told == []
+    assert {url for url in asked if not url.startswith("data:")} == {file.as_uri()}
 
 
 def ran(expression: str) -> str:

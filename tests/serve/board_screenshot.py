@@ -1,0 +1,69 @@
+"""`python -m tests.serve.board_screenshot` makes docs/images/overview.png: the overview's panels,
+drawn by dashboards/board_page.py, of two ranks at work that a real Prometheus watches.
+"""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+import threading
+from pathlib import Path
+
+from dashboards import board_page
+from tests.serve.browser import chromium
+from tests.serve.conftest import Server
+from tests.serve.front import ROOT, served
+from tests.serve.prometheus_server import Prometheus, prometheus
+
+IMAGE = ROOT / "docs/images/overview.png"
+SIZE = {"width": 1100, "height": 900}
+MAX_BYTES = 150_000
+HISTORY_S = 120  # of lines to show
+
+
+def main() -> str | None:
+    """What is wrong with the image; None for a good one."""
+    config = {"ranks": 2, "context_tokens": 2048, "max_sequences": 2, "max_queue_requests": 1}
+    with tempfile.TemporaryDirectory() as name, served(config) as base_url:
+        folder, stop = Path(name), threading.Event()
+        with prometheus(folder, {"nrank": f"{base_url}/metrics"}) as watcher:
+            clients = [threading.Thread(target=ask, args=(base_url, at, stop)) for at in range(4)]
+            for client in clients:
+                client.start()
+            try:
+                take(base_url, watcher, folder / "overview.html")
+            finally:
+                stop.set()
+                for client in clients:
+                    client.join(120)
+    size = IMAGE.stat().st_size
+    return f"{IMAGE} has {size} bytes, the limit is {MAX_BYTES}" if size > MAX_BYTES else None
+
+
+def ask(base_url: str, at: int, stop: threading.Event) -> None:
+    """One more client than there is room for: it is refused now and then."""
+    server, turn = Server(base_url), 0
+    while not stop.is_set():
+        turn += 1
+        prompt = "The river " * (10 + 30 * (turn % 3)) + f"of client {at}"
+        body = server.body(prompt, 16 + 24 * (turn % 4))
+        if server.http.post("/v1/completions", json=body).status_code != 200:
+            stop.wait(1.0)
+
+
+def take(base_url: str, watcher: Prometheus, file: Path) -> None:
+    old = f"nrank_build_info offset {HISTORY_S}s"
+    Server(base_url).until("some history", lambda: bool(watcher.query(old)))
+    flags = ["--board", "overview", "--minutes", str(HISTORY_S // 60), "--out", str(file)]
+    fault = board_page.main([*flags, "--prometheus", str(watcher.http.base_url)])
+    assert fault is None, fault
+    with chromium() as browser:
+        page = browser.new_page(viewport=SIZE, color_scheme="light")  # type: ignore[arg-type]
+        page.goto(file.as_uri())
+        assert page.locator(".panel:not(:has(path))").count() == 0
+        IMAGE.parent.mkdir(exist_ok=True)
+        page.screenshot(path=IMAGE, full_page=True)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
