@@ -190,6 +190,16 @@ def render(name: str, series: Series, window: Window) -> str:
     return environment.get_template("board_page.html").render(board=board, views=views, clock=clock)
 
 
+def write_whole(path: Path, text: str) -> None:
+    """All of it or nothing: a page that was there before stays when the disk is full."""
+    new = path.with_name(f"{path.name}.new")
+    try:
+        new.write_text(text, encoding="utf-8")
+        new.replace(path)
+    finally:
+        new.unlink(missing_ok=True)
+
+
 def main(arguments: Sequence[str] | None = None) -> str | None:
     """What went wrong, in one line; None when the file is written."""
     parser = argparse.ArgumentParser(prog="python -m dashboards.board_page", description=__doc__)
@@ -205,7 +215,7 @@ def main(arguments: Sequence[str] | None = None) -> str | None:
         page = render(
             asked.board, Series(asked.prometheus), Window(now_s - 60 * asked.minutes, now_s)
         )
-        asked.out.write_text(page, encoding="utf-8")
+        write_whole(asked.out, page)
     except (BoardPageError, OSError) as error:
         return f"board_page: {error}"
     return None

@@ -111,6 +111,14 @@ def test_an_answer_that_is_none_is_one_line_and_no_file(
     assert not list(tmp_path.iterdir())
 
 
+def test_a_page_that_can_not_be_written_leaves_nothing(answers: Answers, tmp_path: Path) -> None:
+    fault = answers.make(tmp_path)  # a folder
+    assert fault is not None
+    assert str(tmp_path) in fault
+    assert not [*tmp_path.iterdir(), *tmp_path.parent.glob("*.new")]
+    assert "No such file" in (answers.make(tmp_path / "gone" / "page.html") or "")
+
+
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://[", "nothing"])
 def test_no_prometheus_is_one_line(address: str, tmp_path: Path) -> None:
     flags = ["--board", "ranks", "--prometheus", address, "--out", str(tmp_path / "page.html")]
