@@ -95,8 +95,10 @@ def table(evidence: Evidence) -> Iterator[str]:
 
 
 def found_at(evidence: Evidence, length: int) -> str:
-    """Depths in percent at which all needles of a length were found; "all" for all of them."""
+    """Depths in percent at which all needles of a length were found; "all", or "not run"."""
     cells = evidence.of(Pass.GRID, length)
+    if not cells:
+        return "not run"
     depths = dict.fromkeys(evidence.asked.depths)
     good = [d for d in depths if all(c.passed for c in cells if c.depth == d)]
     tried = {cell.depth for cell in cells}
