@@ -306,6 +306,11 @@ CACHES: list[tuple[Any, str, type, str]] = [
 ]
 
 
+def soak_often() -> None:
+    for seed in range(SEED, SEED + 5):
+        soak(OPERATIONS, seed)
+
+
 @pytest.mark.parametrize(("module", "name", "fault", "check"), CACHES, ids=name_of)
 def test_a_fault_of_the_prefix_cache_is_seen(
     monkeypatch: pytest.MonkeyPatch, module: Any, name: str, fault: type, check: str
@@ -313,8 +318,7 @@ def test_a_fault_of_the_prefix_cache_is_seen(
     """Most show in the first hundreds of operations; some need a rare order of them."""
     monkeypatch.setattr(module, name, fault)
     with pytest.raises(AssertionError, match=check):
-        for seed in range(SEED, SEED + 5):
-            soak(OPERATIONS, seed)
+        soak_often()
 
 
 class ResumesWhereItWas(Scheduler):
