@@ -43,7 +43,12 @@ def test_a_start_is_told_from_loading_to_its_report(capsys: pytest.CaptureFixtur
         )
     report = StartReport(0.001, 0.004, 1, (RankBytes(0, MIB, MIB), RankBytes(1, MIB, 2 * MIB)))
     for _ in range(2):
-        foreground._tell(EngineStatus(EngineState.SERVING, True, epoch=1, start=report))
+        foreground._tell(
+            EngineStatus(
+                EngineState.SERVING, True, epoch=1, start=report, configured_tokens=4096,
+                allocated_tokens=3072, certified_tokens=2048,
+            )
+        )  # fmt: skip
     assert capsys.readouterr().out.splitlines() == [
         "nrank: gang 1: starting (loading)",
         "nrank: loading: 80.0 MiB of 128.0 MiB read; slowest is rank 1: 16.0 MiB of 64.0 MiB "
@@ -52,6 +57,7 @@ def test_a_start_is_told_from_loading_to_its_report(capsys: pytest.CaptureFixtur
         "nrank: decode step: at least 1 ms estimated, 4 ms measured (one sequence, short context, "
         "slowest rank 1); weights and caches planned and measured: rank 0 1.0 MiB and 1.0 MiB, "
         "rank 1 1.0 MiB and 2.0 MiB",
+        "nrank: context: 4096 tokens configured, 3072 allocated, 2048 certified",
     ]
 
 
