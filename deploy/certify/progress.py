@@ -1,17 +1,13 @@
-"""What a user reads of a certification: how far it is, and at the end a table of lengths.
-
-A terminal that was closed ends no run: what can't be written is not seen, and that is all.
-"""
+"""What a user reads of a certification: how far it is, and at the end a table of lengths."""
 
 from __future__ import annotations
 
-import os
 import time
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from typing import TextIO
 
-from deploy.load_display import BAR_CELLS, DEFAULT_COLUMNS, is_terminal
+from deploy.load_display import BAR_CELLS
+from deploy.redrawn_line import RedrawnLine
 from placement.evidence import Cell, Evidence, Pass
 
 
@@ -19,11 +15,9 @@ class Progress:
     """One line redrawn on a terminal, a line for each cell elsewhere; failures always stay."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._stream, self._clock = stream, clock
-        self._redraws = is_terminal(stream)
-        self._drawn = False
+        self._line, self._clock = RedrawnLine(stream), clock
         self._began_s = clock()
-        self._tokens = 0  # of cells of this session
+        self._tokens = 0  # of cells since then
 
     def update(self, evidence: Evidence, cell: Cell) -> None:
         self._tokens += cell.length
@@ -32,25 +26,21 @@ class Progress:
         left_s = self._left_s(evidence)
         if left_s is not None and done < all_cells:
             text += f", {_duration(left_s)} left"
-        if not self._redraws:
-            self._write(f"{text}\n")
+        if not self._line.redraws:
+            self._line.write(f"{text}\n")
             return
         if not cell.passed:
             self.clear()
-            self._write(f"{cell_text(cell)}\n")
+            self._line.write(f"{cell_text(cell)}\n")
         full = done * BAR_CELLS // all_cells
-        line = f"[{'#' * full}{'.' * (BAR_CELLS - full)}] {text}"
-        self._write(f"\r{line[: self._columns() - 1]}\x1b[K")
-        self._drawn = True
+        self._line.draw(f"[{'#' * full}{'.' * (BAR_CELLS - full)}] {text}")
 
     def clear(self) -> None:
         """Before anything else is printed."""
-        if self._drawn:
-            self._write("\r\x1b[K")
-            self._drawn = False
+        self._line.clear()
 
     def _left_s(self, evidence: Evidence) -> float | None:
-        """By the tokens of this session's cells, as if each took as long as the mean one."""
+        """By the tokens of the cells run since, as if each took as long as the mean one."""
         all_tokens = sum(
             length * len(evidence.asked.indices(stage))
             for length in evidence.asked.lengths
@@ -58,17 +48,6 @@ class Progress:
         )
         left = all_tokens - sum(cell.length for cell in evidence.cells)
         return left * (self._clock() - self._began_s) / self._tokens if self._tokens else None
-
-    def _write(self, text: str) -> None:
-        with suppress(OSError):
-            self._stream.write(text)
-            self._stream.flush()
-
-    def _columns(self) -> int:
-        try:
-            return os.get_terminal_size(self._stream.fileno()).columns or DEFAULT_COLUMNS
-        except OSError:
-            return DEFAULT_COLUMNS
 
 
 def cell_text(cell: Cell) -> str:

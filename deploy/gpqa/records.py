@@ -123,7 +123,7 @@ class Counters:
 
 @dataclass(frozen=True)
 class End:
-    """The session ended in order: done, failed or interrupted."""
+    """A run ended in order, or what resumed it did: done, failed or interrupted."""
 
     at: float
     how: str

@@ -15,6 +15,7 @@ from deploy import eval_command
 from deploy.gpqa import display
 from deploy.gpqa.report import make_report
 from deploy.gpqa.series import MetricsPort, RunSeries
+from deploy.redrawn_line import RedrawnLine
 from tests.deploy.gpqa.conftest import Run
 from tests.deploy.gpqa.ledger_samples import FAILURE, answer, contents
 
@@ -31,7 +32,7 @@ class Terminal(io.StringIO):
 
 def test_a_terminal_has_one_line_that_is_redrawn(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TERM", "xterm")
-    monkeypatch.setattr(display.Display, "_columns", lambda self: 200)
+    monkeypatch.setattr(RedrawnLine, "_columns", lambda self: 200)
     stream = Terminal()
     bar = display.Display(stream)
     bar.update(REPORT, 3661.0)
