@@ -14,7 +14,7 @@ from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from deploy.bench_workloads import (
+from deploy.bench.workloads import (
     FULL,
     QUICK,
     Sizes,
@@ -32,7 +32,7 @@ from placement.config import EngineConfig
 from placement.errors import ConfigError
 
 if TYPE_CHECKING:
-    from deploy.bench_gains import GainWorkloads, Gangs
+    from deploy.bench.gains import GainWorkloads, Gangs
 
 DTYPE = "float32"  # the only type in which two implementations make the same ids
 PEERS = ("transformers", "none")
@@ -70,9 +70,9 @@ def rank_counts(text: str) -> tuple[int, ...]:
 def run(arguments: argparse.Namespace) -> int:
     # Read when torch is loaded, here and in the ranks.
     os.environ["OMP_NUM_THREADS"] = str(THREADS_PER_RANK)
-    from deploy.bench_gains import measure_gains
-    from deploy.bench_measure import measure
-    from deploy.bench_report import Origin, Settings, print_report, to_json
+    from deploy.bench.gains import measure_gains
+    from deploy.bench.measure import measure
+    from deploy.bench.report import Origin, Settings, print_report, to_json
 
     origin = Origin.here()
     model_dir, sizes = model_path(arguments.model), QUICK if arguments.quick else FULL
@@ -118,8 +118,8 @@ def load_gain_workloads(
     limits: ModelLimits, sizes: Sizes, configs: Configs, repeats: int
 ) -> GainWorkloads:
     """Those of reuse and drafts which this model can run."""
-    from deploy.bench_gains import GainWorkloads
-    from deploy.bench_texts import draft_workloads
+    from deploy.bench.gains import GainWorkloads
+    from deploy.bench.texts import draft_workloads
 
     usable = usable_ids(limits.vocab, limits.end_token_ids)
     drafts, left_out = draft_workloads(limits, usable, sizes)
@@ -154,15 +154,15 @@ def plan_engines(model_dir: str, ranks: int) -> Configs:
 
 def start_peer(model_dir: str, peer: str) -> Iterator[System]:
     if peer != "none":
-        from deploy.bench_peer import TransformersPeer
+        from deploy.bench.peer import TransformersPeer
 
         yield TransformersPeer(model_dir)
 
 
 def start_gangs(stack: ExitStack, configs: Configs) -> Gangs:
     """The engines of one rank count, left running until `stack` closes."""
-    from deploy.bench_engine import EngineSystem
-    from deploy.bench_gains import Gangs
+    from deploy.bench.engine_system import EngineSystem
+    from deploy.bench.gains import Gangs
 
     plain, drafting, reusing = configs.plain, configs.drafting, configs.reusing
     return Gangs(

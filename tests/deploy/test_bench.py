@@ -11,11 +11,12 @@ from typing import Any
 
 import pytest
 
-from deploy import bench_measure, cli
-from deploy.bench_gains import Gains
-from deploy.bench_peer import TransformersPeer
-from deploy.bench_report import Origin, Settings, print_report
-from deploy.bench_workloads import (
+from deploy import cli
+from deploy.bench import measure as bench_measure
+from deploy.bench.gains import Gains
+from deploy.bench.peer import TransformersPeer
+from deploy.bench.report import Origin, Settings, print_report
+from deploy.bench.workloads import (
     FULL,
     QUICK,
     Row,

@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from cluster.tokens import Tokenizer
-from deploy.bench_command import load_gain_workloads, plan_engines
-from deploy.bench_engine import EngineSystem, StreamRecord
-from deploy.bench_gains import GainWorkloads, Gangs, measure_gains
-from deploy.bench_texts import draft_workloads, make_texts
-from deploy.bench_workloads import (
+from deploy.bench.engine_system import EngineSystem, StreamRecord
+from deploy.bench.gains import GainWorkloads, Gangs, measure_gains
+from deploy.bench.texts import draft_workloads, make_texts
+from deploy.bench.workloads import (
     FULL,
     QUICK,
     Run,
@@ -24,6 +23,7 @@ from deploy.bench_workloads import (
     random_prompt,
     usable_ids,
 )
+from deploy.bench_command import load_gain_workloads, plan_engines
 from deploy.prompts import ModelLimits
 from placement.config import EngineConfig
 from placement.errors import NrankError

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
-from deploy.bench_workloads import Run, StreamRun, StreamWorkload, Workload
+from deploy.bench.workloads import Run, StreamRun, StreamWorkload, Workload
 from deploy.chip_guard import guard_of
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError

@@ -11,8 +11,8 @@ from dataclasses import dataclass, field
 from itertools import chain
 from typing import Protocol
 
-from deploy.bench_measure import TokenIds, require_same_ids, take_turns, with_progress
-from deploy.bench_workloads import Run, Spread, StreamRun, StreamWorkload, System, Workload
+from deploy.bench.measure import TokenIds, require_same_ids, take_turns, with_progress
+from deploy.bench.workloads import Run, Spread, StreamRun, StreamWorkload, System, Workload
 
 
 class Gang(System, Protocol):

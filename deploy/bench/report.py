@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from deploy.bench_gains import DraftRow, Gains, PrefixRow, StreamRow
-from deploy.bench_workloads import Row, Spread
+from deploy.bench.gains import DraftRow, Gains, PrefixRow, StreamRow
+from deploy.bench.workloads import Row, Spread
 from deploy.version import git_revision, package_version
 
 if TYPE_CHECKING:

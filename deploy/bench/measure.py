@@ -7,7 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
-from deploy.bench_workloads import Row, Run, System, Workload
+from deploy.bench.workloads import Row, Run, System, Workload
 from placement.errors import NrankError
 
 TokenIds = Sequence[Sequence[int]]  # one a request

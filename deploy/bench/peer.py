@@ -10,7 +10,7 @@ import time
 from importlib import import_module
 from typing import Any
 
-from deploy.bench_workloads import Run, Workload
+from deploy.bench.workloads import Run, Workload
 from placement.errors import ConfigError, NrankError
 
 MAX_TRIES = 3

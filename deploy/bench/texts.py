@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from deploy.bench_workloads import CONCURRENCIES, Sizes, Workload, random_prompt
+from deploy.bench.workloads import CONCURRENCIES, Sizes, Workload, random_prompt
 
 if TYPE_CHECKING:
     from cluster.tokens import Tokenizer
