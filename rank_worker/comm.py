@@ -8,6 +8,7 @@ other forms are `comm_gloo` (sockets) and `comm_shm` (shared memory of one host)
 from __future__ import annotations
 
 import platform
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -110,13 +111,19 @@ def choose_comm(config: EngineConfig) -> str:
 
 
 def make_comm(
-    config: EngineConfig, rank: int, world_size: int, port: int = 0, store: TCPStore | None = None
+    config: EngineConfig,
+    rank: int,
+    world_size: int,
+    port: int = 0,
+    store: TCPStore | None = None,
+    is_over: Callable[[], bool] = lambda: False,
 ) -> Comm:
     """Join the gang's groups; returns when every rank has joined.
 
     `port` is the rendezvous port that rank 0's `comm_store.listen` returned; rank 0 passes the
     `store` itself. Waits `config.start_timeout_s` for the others, then `config.step_timeout_s`
-    for each collective. Raises RankError naming the ranks that did not arrive.
+    for each collective. Raises RankError naming the ranks that did not arrive, and when `is_over`
+    tells that this rank is to stop.
     """
     if world_size == 1:
         return LocalComm()
@@ -130,7 +137,7 @@ def make_comm(
             f"comm 'shm' needs an x86-64 CPU, this is {platform.machine()}; use gloo or auto"
         )
     meeting = comm_store.join(
-        rank, world_size, config.master_address, port, config.start_timeout_s, store
+        rank, world_size, config.master_address, port, config.start_timeout_s, store, is_over
     )
     open_comm = comm_shm.open_shm if name == "shm" else comm_gloo.open_gloo
     return open_comm(meeting, config.step_timeout_s)

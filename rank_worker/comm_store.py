@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import socket
 import time
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
 
@@ -22,6 +23,10 @@ BACKLOG = 1024
 POLL_S = 0.01
 
 
+def _never() -> bool:
+    return False
+
+
 @dataclass(frozen=True)
 class Meeting:
     """A rank's seat at a gang's store, after every rank has taken its own."""
@@ -31,6 +36,7 @@ class Meeting:
     host: str
     store: TCPStore
     deadline: float  # time.monotonic() by which the gang must be complete: start_timeout_s
+    is_over: Callable[[], bool] = _never  # True once this rank is told to stop
 
     @property
     def remaining(self) -> timedelta:
@@ -40,11 +46,19 @@ class Meeting:
         """Wait until all ranks reached `phase`; RankError names the ones that did not.
 
         `load_limit` is that of a load (load_timeout_s), in place of the deadline of a start.
+        RankError also when this rank is told to stop meanwhile.
         """
         setting = "start_timeout_s" if load_limit is None else "load_timeout_s"
         self.store.set(f"{phase}/{self.rank}", "1")
         missing = list(range(self.world_size))
         while missing := [r for r in missing if not self._arrived(phase, r)]:
+            if self.is_over():
+                raise RankError(
+                    f"rank {self.rank}: told to stop while it waited for ranks {missing} in phase "
+                    f"{phase!r}",
+                    rank=self.rank,
+                    phase=phase,
+                )
             if self._is_late(load_limit):
                 raise RankError(
                     f"rank {self.rank}: ranks {missing} did not arrive in phase {phase!r} before "
@@ -92,6 +106,7 @@ def join(
     port: int,
     timeout_s: float,
     store: TCPStore | None = None,
+    is_over: Callable[[], bool] = _never,
 ) -> Meeting:
     """Connect to rank 0's store (rank 0 passes its own) and wait for all ranks to be there."""
     deadline = time.monotonic() + timeout_s
@@ -111,7 +126,7 @@ def join(
                 rank=0,
                 phase="rendezvous",
             ) from error
-    meeting = Meeting(rank, world_size, host, store, deadline)
+    meeting = Meeting(rank, world_size, host, store, deadline, is_over)
     meeting.roll_call("rendezvous")
     return meeting
 

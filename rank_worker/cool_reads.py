@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Callable
 
+from placement.errors import RankError
 from rank_worker.guard_word import GuardWord, Order
 
 LOOK_S = 0.05  # a load that stands still looks at the word at this interval
@@ -17,7 +18,7 @@ LOOK_S = 0.05  # a load that stands still looks at the word at this interval
 class CoolReads:
     """`before_read(nbytes)`, for `Loader.pace`.
 
-    `is_over` ends a wait: a rank that stops must not hang in one.
+    `is_over` ends the load with a RankError: a rank that stops must neither hang nor read on.
     """
 
     def __init__(self, word: GuardWord, is_over: Callable[[], bool]) -> None:
@@ -25,12 +26,17 @@ class CoolReads:
         self._last = threading.local()  # .end_s: when this thread was last let through
 
     def before_read(self, nbytes: int) -> None:
-        """Waits while the word says HOLD or CUT; under PACE as long as the last read took."""
+        """Waits while the word says HOLD or CUT; under PACE as long as the last read took.
+
+        RankError once the rank is told to stop.
+        """
         now_s = time.monotonic()
         if self._word.order is Order.PACE:
             rest_s = now_s - getattr(self._last, "end_s", now_s)
             self._wait(lambda: time.monotonic() - now_s >= rest_s)
         self._wait(lambda: not self._word.order.is_still)
+        if self._is_over():
+            raise RankError("told to stop while it loaded", phase="load")
         self._last.end_s = time.monotonic()
 
     def _wait(self, is_enough: Callable[[], bool]) -> None:

@@ -303,9 +303,13 @@ class Engine:
         return start_report(self.rank0.plan, self.snapshots)
 
     def close(self) -> None:
-        """Stops the loops, then ends whatever did not stop in time."""
+        """Stops the loops, then ends whatever did not stop in time.
+
+        Rank 0's thread has ended before this returns: the interpreter can't end while a thread is
+        inside a collective or a read ("terminate called without an active exception").
+        """
+        self.rank0.stop()
         if self._error is None and self._loaded.is_set():
-            self.rank0.stop()
             self._thread.join(STOP_TIMEOUT_S)
             for child in self._children:
                 child.process.join(STOP_TIMEOUT_S)
@@ -314,6 +318,8 @@ class Engine:
                 child.process.kill()
             child.process.join(STOP_TIMEOUT_S)
             child.pipe.close()
+        if self._thread.ident is not None:  # it was started
+            self._thread.join(STOP_TIMEOUT_S)
 
 
 def _late(ranks: Sequence[LoadProgress], timeout_s: float) -> RankError:

@@ -108,7 +108,9 @@ class Rank:
     def open(self, port: int) -> None:
         """Joins the gang's groups; RankError after `start_timeout_s`, naming who is missing."""
         if self.world_size > 1:
-            self.comm = make_comm(self.config, self.rank, self.world_size, port, self._store)
+            self.comm = make_comm(
+                self.config, self.rank, self.world_size, port, self._store, self._stop.is_set
+            )
 
     def load(self) -> None:
         """Plans, reads the owned bytes, builds the caches and runs a warm-up step on all ranks."""
@@ -351,7 +353,7 @@ class Rank:
         self._inbox.put(())  # wakes whoever waits at work that has come to rest
 
     def stop(self) -> None:
-        """Rank 0: ends the loop of every rank after the step in flight."""
+        """Rank 0: ends the loop of every rank after the step in flight, or its own start."""
         self._stop.set()
         self._inbox.put(())
 

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from placement.config import EngineConfig
+from placement.errors import RankError
 from rank_worker import cool_reads
 from rank_worker import rank as rank_module
 from rank_worker.cool_reads import CoolReads
@@ -158,7 +159,8 @@ def test_a_paced_load_rests_as_long_as_it_reads(monkeypatch: pytest.MonkeyPatch)
 def test_a_load_that_is_given_up_ends_its_wait() -> None:
     word = GuardWord()
     word.give(Order.HOLD)
-    CoolReads(word, lambda: True).before_read(1)
+    with pytest.raises(RankError, match="told to stop while it loaded"):
+        CoolReads(word, lambda: True).before_read(1)
 
 
 def test_a_hold_while_loading_only_delays_it(embedded_model_dir: Path) -> None:

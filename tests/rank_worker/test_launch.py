@@ -19,6 +19,7 @@ import pytest
 from placement.config import EngineConfig
 from placement.errors import ConfigError, RankError
 from placement.models.registry import load_model_spec
+from rank_worker.guard_word import Order
 from rank_worker.launch import Engine, launch_engine
 from rank_worker.messages import EngineRequest
 
@@ -197,6 +198,41 @@ def test_faults_of_a_checkpoint_are_one_line_for_the_caller(
     )
     assert "Traceback" not in ended.stderr
     assert ended.returncode == 0
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_a_start_that_is_given_up_leaves_no_thread(embedded_model_dir: Path, ranks: int) -> None:
+    """The interpreter aborts when it ends while a thread is inside a read or a collective."""
+    engine = Engine(config(embedded_model_dir, ranks=ranks), give_up)
+    engine.word.give(Order.HOLD)  # the load stands still
+    try:
+        with pytest.raises(InterruptedError):
+            engine.start()
+    finally:
+        engine.close()
+    assert not engine._thread.is_alive()
+
+
+def give_up(_: object) -> None:
+    raise InterruptedError
+
+
+def test_a_rank_that_never_comes_leaves_no_thread(
+    embedded_model_dir: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Rank 0 waits for the others in its roll-call, which has a minute to go."""
+    monkeypatch.setattr("rank_worker.launch._child_main", wait_for_ever)
+    engine = Engine(config(embedded_model_dir, start_timeout_s=60.0), give_up)
+    try:
+        with pytest.raises(InterruptedError):
+            engine.start()
+    finally:
+        engine.close()
+    assert not engine._thread.is_alive()
+
+
+def wait_for_ever(*_: object) -> None:
+    threading.Event().wait()
 
 
 def test_packages_where_the_user_stands_are_not_ours(

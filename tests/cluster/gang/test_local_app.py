@@ -43,6 +43,12 @@ class Server:
                 self.coordinator.check_alive()
                 await asyncio.sleep(0.005)
 
+    async def until_running(self) -> None:
+        """Until a sequence runs: what comes now waits for it."""
+        async with asyncio.timeout(WAIT_S):
+            while not (await self.leader())["running"]:
+                await asyncio.sleep(0.005)
+
     async def usage(self, url: str, stream: bool, text: str, max_tokens: int = 3) -> dict[str, Any]:
         """Sends `text` greedily; the usage that the answer tells, however it comes."""
         message = [{"role": "user", "content": text}]
@@ -244,7 +250,8 @@ def test_the_least_priority_goes_first(serve: Any) -> None:
             assert answer.status_code == 200, answer.text
             ended.append(priority)
 
-        tasks = [asyncio.ensure_future(ask(0, 120))]
+        tasks = [asyncio.ensure_future(ask(0, 400))]
+        await server.until_running()
         for count, priority in enumerate((7, 3, -2), 2):
             tasks.append(asyncio.ensure_future(ask(priority, 2)))
             await server.until(lambda count=count: server.coordinator.admitted == count)
