@@ -62,18 +62,21 @@ class GenerationResult:
 
 
 OnProgress = Callable[[Sequence[LoadProgress]], None]
+# Called with configuration, rank, world size and `word`; has to pickle.
+RankMaker = Callable[..., Rank]
 
 
 class _Child:
     """A spawned rank and the pipe that its progress and its last words come through."""
 
     def __init__(
-        self, config: EngineConfig, rank: int, world_size: int, port: int, word: GuardWord
-    ) -> None:
+        self, config: EngineConfig, rank: int, world_size: int, port: int, word: GuardWord,
+        make_rank: RankMaker,
+    ) -> None:  # fmt: skip
         context = _fork_context()
         self.rank = rank
         self.pipe, theirs = context.Pipe()
-        arguments = (config, rank, world_size, port, theirs, word)
+        arguments = (config, rank, world_size, port, theirs, word, make_rank)
         self.process = context.Process(target=_child_main, args=arguments, daemon=True)
         try:
             self.process.start()
@@ -143,11 +146,12 @@ def _fork_context() -> ForkServerContext:
 
 
 def _child_main(
-    config: EngineConfig, rank: int, world_size: int, port: int, pipe: Connection, word: GuardWord
-) -> None:
+    config: EngineConfig, rank: int, world_size: int, port: int, pipe: Connection, word: GuardWord,
+    make_rank: RankMaker,
+) -> None:  # fmt: skip
     _end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
-    worker = Rank(config, rank, world_size, word=word)
+    worker = make_rank(config, rank, world_size, word=word)
     try:
         worker.open(port)
         with _reporting(worker, pipe):
@@ -202,11 +206,16 @@ def _end_with_launcher() -> None:
 class Engine:
     """A running gang. `generate` takes requests and returns when all of them ended."""
 
-    def __init__(self, config: EngineConfig, on_progress: OnProgress | None = None) -> None:
-        self.config = config
+    def __init__(
+        self,
+        config: EngineConfig,
+        on_progress: OnProgress | None = None,
+        make_rank: RankMaker = Rank,
+    ) -> None:
+        self.config, self._make_rank = config, make_rank
         self.on_progress = on_progress
         self.word = GuardWord(RawValue(ctypes.c_byte, Order.RUN))
-        self.rank0 = Rank(config, 0, config.ranks, word=self.word)
+        self.rank0 = make_rank(config, 0, config.ranks, word=self.word)
         self.snapshots: list[RankSnapshot] = []
         self._children: list[_Child] = []
         self._thread = threading.Thread(target=self._lead, name="rank-0", daemon=True)
@@ -222,7 +231,7 @@ class Engine:
             os.environ.setdefault("OMP_NUM_THREADS", "1")
             self._port = self.rank0.listen()
             self._children = [
-                _Child(self.config, rank, world_size, self._port, self.word)
+                _Child(self.config, rank, world_size, self._port, self.word, self._make_rank)
                 for rank in range(1, world_size)
             ]
         self._thread.start()
@@ -390,13 +399,14 @@ def launch_engine(
     config: EngineConfig,
     on_progress: OnProgress | None = None,
     guard: Callable[[Engine], AbstractContextManager[object]] = nullcontext,
+    make_rank: RankMaker = Rank,
 ) -> Iterator[Engine]:
     """A started Engine, closed at the end. NrankError when it can't start.
 
     `on_progress` is called about five times a second while weights are loaded. `guard` is entered
-    before the start.
+    before the start. `make_rank` makes the ranks, for who has to listen in.
     """
-    engine = Engine(config, on_progress)
+    engine = Engine(config, on_progress, make_rank)
     with guard(engine):
         try:
             engine.start()
