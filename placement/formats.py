@@ -9,11 +9,20 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from enum import StrEnum
 from math import ceil, prod
 
 from placement.errors import ConfigError
 
 Shape = tuple[int, ...]
+
+
+class Code(StrEnum):
+    """What the bits of one value mean, before its scale."""
+
+    INTEGER = "integer"  # two's complement in memory, whatever a writer stores
+    E4M3 = "e4m3"  # 8-bit float of OCP, no infinities
+    E2M1 = "e2m1"  # 4-bit float: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign
 
 
 @dataclass(frozen=True)
@@ -32,6 +41,7 @@ class WeightFormat:
     scale_bytes: int = 0
     zero_bytes: int = 0
     tensor_bytes: int = 0
+    code: Code = Code.INTEGER
 
     @property
     def is_plain(self) -> bool:
@@ -68,9 +78,13 @@ class WeightFormat:
 F32 = WeightFormat("f32", 32)
 BF16 = WeightFormat("bf16", 16)
 F16 = WeightFormat("f16", 16)
-FP8_BLOCK128 = WeightFormat("fp8_block128", 8, group=128, block_rows=128, scale_bytes=4)
-FP8_CHANNEL = WeightFormat("fp8_channel", 8, scale_bytes=4)
-FP8_TENSOR = WeightFormat("fp8_tensor", 8, tensor_bytes=4)  # an n-gram table under one scale
+FP8_BLOCK128 = WeightFormat(
+    "fp8_block128", 8, group=128, block_rows=128, scale_bytes=4, code=Code.E4M3
+)
+FP8_CHANNEL = WeightFormat("fp8_channel", 8, scale_bytes=4, code=Code.E4M3)
+FP8_TENSOR = WeightFormat(
+    "fp8_tensor", 8, tensor_bytes=4, code=Code.E4M3
+)  # an n-gram table under one scale
 W8 = WeightFormat("w8", 8, scale_bytes=4, zero_bytes=4)  # per channel, F32 scale and offset
 W8_SYM = WeightFormat("w8_sym", 8, scale_bytes=4)
 W4G128 = WeightFormat("w4g128", 4, group=128, scale_bytes=2)
@@ -79,9 +93,9 @@ W4G32 = WeightFormat("w4g32", 4, group=32, scale_bytes=2)
 W4G32_ASYM = WeightFormat("w4g32_asym", 4, group=32, scale_bytes=2, zero_bytes=1)
 W4B32 = WeightFormat("w4b32", 4, group=32, block_rows=32, scale_bytes=4)
 W2 = WeightFormat("w2", 2, group=32, block_rows=32, scale_bytes=4)
-NVFP4 = WeightFormat("nvfp4", 4, group=16, scale_bytes=1, tensor_bytes=4)
-MXFP4 = WeightFormat("mxfp4", 4, group=32, scale_bytes=1)
-MXFP8 = WeightFormat("mxfp8", 8, group=32, scale_bytes=1)
+NVFP4 = WeightFormat("nvfp4", 4, group=16, scale_bytes=1, tensor_bytes=4, code=Code.E2M1)
+MXFP4 = WeightFormat("mxfp4", 4, group=32, scale_bytes=1, code=Code.E2M1)
+MXFP8 = WeightFormat("mxfp8", 8, group=32, scale_bytes=1, code=Code.E4M3)
 
 # Names on the command line. A format applies to the routed experts, unless a checkpoint says more.
 FORMATS: Mapping[str, WeightFormat] = {
