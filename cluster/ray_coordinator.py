@@ -1,71 +1,47 @@
 """The coordinator as a Serve deployment, and the client of it that an ingress holds.
 
-Owns what crosses between the two: requests and batches as plain dataclasses, refusals as values
-(an exception would cross with a traceback and a log line of its own). One replica is one gang.
+Requests and batches pass through a channel of their own, questions through Ray's calls. Refusals
+cross as values: an exception would cross with a traceback and a log line of its own. One replica is
+one gang.
 """
 
 from __future__ import annotations
 
 import asyncio
 import logging
-import time
-import uuid
 from collections import Counter
 from collections.abc import AsyncGenerator, Awaitable, Mapping
-from dataclasses import dataclass
 from typing import Any, TypeVar
 
+import ray
 from ray import serve
 from ray.exceptions import RayError
 from ray.serve.exceptions import RayServeException
 from ray.serve.handle import DeploymentHandle
-from ray.serve.schema import ApplicationStatus
 
+from cluster.channel import LOST, Channel
+from cluster.channel_server import ChannelServer
+from cluster.channel_wire import ChannelAddress, Refusal
 from cluster.client import EngineStatus, NotServing
 from cluster.coordinator import Coordinator, CoordinatorSettings
-from cluster.leases import RENEW_S, Leases
 from cluster.rank_factory import RankFactory, make_rank
 from cluster.ray_gang import RayLauncher
 from placement.config import EngineConfig
-from placement.errors import ClientError, ErrorKind
+from placement.errors import ErrorKind
 from placement.plan import Plan
 from placement.prepare import prepare
 from placement.topology import find_profile
-from rank_worker.messages import EngineRequest, FinishReason, RankSnapshot, TokenBatch
+from rank_worker.messages import EngineRequest, RankSnapshot, TokenBatch
 
 logger = logging.getLogger("nrank.coordinator")
 
 T = TypeVar("T")
 
-DELETED_S = 2.0  # between two looks at whether Serve ends the application
 # Serve kills a replica that misses three health checks in a row: it stands still.
 HEALTH_CHECKS = {"health_check_period_s": 5.0, "health_check_timeout_s": 10.0}
 COUNT_S = 1.0  # finished HTTP requests are told together, this long after the first
 ASK_S = 10.0  # a coordinator that does not answer a question for this long is not there
 TRANSPORT = (RayError, RayServeException)
-
-
-@dataclass(frozen=True)
-class Refusal:
-    """A ClientError or NotServing on its way to the ingress, sent in place of an answer."""
-
-    message: str
-    kind: ErrorKind
-    is_client: bool
-    param: str | None = None
-    code: str | None = None
-    retry_after_s: float | None = None
-
-    @staticmethod
-    def of(error: ClientError | NotServing) -> Refusal:
-        if isinstance(error, ClientError):
-            return Refusal(str(error), error.kind, True, error.param, error.code)
-        return Refusal(str(error), error.kind, False, retry_after_s=error.retry_after_s)
-
-    def error(self) -> ClientError | NotServing:
-        if self.is_client:
-            return ClientError(self.message, self.kind, self.param, self.code)
-        return NotServing(self.message, self.kind, self.retry_after_s)
 
 
 def plan_of(config: EngineConfig) -> Plan:
@@ -88,50 +64,13 @@ class CoordinatorReplica:
         self._coordinator = Coordinator(
             config, plan, lambda: RayLauncher(config, resource, profile, factory), settings
         )
+        self._channels = ChannelServer(self._coordinator)
+        self._address = await self._channels.start(_node_address())
         self._coordinator.start()
-        self._leases = Leases()
-        self._watches = (
-            asyncio.create_task(self._drain_when_deleted()),
-            asyncio.create_task(self._end_lapsed()),
-        )
 
-    async def _drain_when_deleted(self) -> None:
-        """Serve tells a replica nothing before it kills it: streams would be cut without a word.
-
-        Serve waits for them, too, but longer than `drain_timeout_s`, so an error event gets out.
-        Asking costs both sides tens of milliseconds, so nobody asks while there is no stream.
-        """
-        app = serve.get_replica_context().app_name
-        while True:
-            await asyncio.sleep(DELETED_S)
-            if self._coordinator.admitted and await asyncio.to_thread(_is_deleted, app):
-                await self._coordinator.drain()
-                return
-
-    async def _end_lapsed(self) -> None:
-        while True:
-            await asyncio.sleep(RENEW_S)
-            self._leases.end_lapsed()
-
-    async def generate(
-        self, request: EngineRequest, caller: str
-    ) -> AsyncGenerator[TokenBatch | Refusal, None]:
-        """Ends early when `caller` does not renew its lease."""
-        batches = self._coordinator.generate(request)
-        with self._leases.hold(caller):
-            try:
-                async for batch in batches:
-                    yield batch
-            except (ClientError, NotServing) as error:
-                yield Refusal.of(error)
-            finally:
-                await batches.aclose()
-
-    async def renew(self, caller: str) -> None:
-        self._leases.renew(caller)
-
-    async def stop_reached(self, request_id: str) -> None:
-        await self._coordinator.stop_reached(request_id)
+    async def channel(self) -> ChannelAddress:
+        """Where an ingress has its requests answered."""
+        return self._address
 
     async def status(self) -> EngineStatus:
         return await self._coordinator.status()
@@ -174,17 +113,15 @@ class CoordinatorReplica:
         self._coordinator.check_alive()
 
     async def __del__(self) -> None:
-        for watch in self._watches:
-            watch.cancel()
+        """Serve calls this when it ends the replica: streams that run may finish, as in a drain."""
+        await self._coordinator.drain()
+        self._channels.close()
         await self._coordinator.close()
 
 
-def _is_deleted(app: str) -> bool:
-    try:
-        found = serve.status().applications.get(app)
-    except TRANSPORT:
-        return False  # no answer says nothing
-    return found is not None and found.status is ApplicationStatus.DELETING
+def _node_address() -> str:
+    """Of this replica, as Ray's other processes reach it."""
+    return str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
 
 
 class RemoteEngine:
@@ -192,59 +129,34 @@ class RemoteEngine:
 
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle: Any = handle
-        self._streaming: Any = handle.options(stream=True)
-        self._caller = uuid.uuid4().hex
-        self._open = 0  # requests under way
-        self._renewal: asyncio.Task[None] | None = None
+        self._channel: Channel | None = None
+        self._connecting = asyncio.Lock()
         self._http: Counter[tuple[str, int]] = Counter()  # finished requests, not told yet
         self._telling: asyncio.Task[None] | None = None
 
     async def generate(self, request: EngineRequest) -> AsyncGenerator[TokenBatch, None]:
-        self._open += 1
-        if self._renewal is None or self._renewal.done():
-            self._renewal = asyncio.create_task(self._renew())
-        batches = self._generate(request)
+        channel = await self._connected()
+        batches = channel.generate(request)
         try:
             async for batch in batches:
                 yield batch
         finally:
-            self._open -= 1
             await batches.aclose()
 
-    async def _renew(self) -> None:
-        """Answers for the requests under way until there are none."""
-        while self._open:
-            await asyncio.sleep(RENEW_S)
-            try:
-                await self._ask(self._handle.renew.remote(self._caller))
-            except NotServing as error:
-                logger.warning("the lease is not renewed: %s", error)
-
-    async def _generate(self, request: EngineRequest) -> AsyncGenerator[TokenBatch, None]:
-        response = self._streaming.generate.remote(request, self._caller)
-        started = finished = False
-        try:
-            async for item in response:
-                if isinstance(item, Refusal):
-                    finished = True
-                    raise item.error()
-                started, finished = True, item.finish_reason is not None
-                yield item
-        except TRANSPORT as error:
-            finished = True
-            if not started:
-                raise self._gone(error) from error
-            yield TokenBatch(
-                request.request_id, (), FinishReason.ERROR, time.time(),
-                error_kind=ErrorKind.RANK_FAILURE.value, error_message=str(self._gone(error)),
-            )  # fmt: skip
-        finally:
-            if not finished:
-                response.cancel()
+    async def _connected(self) -> Channel:
+        """The channel to the coordinator that lives now."""
+        async with self._connecting:
+            if self._channel is None or self._channel.is_lost:
+                address = await self._ask(self._handle.channel.remote())
+                try:
+                    async with asyncio.timeout(ASK_S):
+                        self._channel = await Channel.connect(address)
+                except OSError as error:
+                    raise self._gone(error) from error
+            return self._channel
 
     def _gone(self, error: Exception) -> NotServing:
-        text = f"the coordinator of the gang is gone ({type(error).__name__}) and is replaced"
-        return NotServing(text, ErrorKind.RANK_FAILURE)
+        return NotServing(f"{LOST} ({type(error).__name__})", ErrorKind.RANK_FAILURE)
 
     async def _ask(self, response: Awaitable[T]) -> T:
         try:
@@ -256,7 +168,8 @@ class RemoteEngine:
             raise NotServing(f"the coordinator did not answer within {ASK_S:g} s") from None
 
     async def stop_reached(self, request_id: str) -> None:
-        await self._ask(self._handle.stop_reached.remote(request_id))
+        if self._channel is not None:
+            self._channel.stop_reached(request_id)
 
     async def status(self) -> EngineStatus:
         return await self._ask(self._handle.status.remote())
