@@ -46,7 +46,9 @@ class Server:
     async def until_running(self) -> None:
         """Until a sequence runs: what comes now waits for it."""
         async with asyncio.timeout(WAIT_S):
-            while not (await self.leader())["running"]:
+            while True:
+                if (await self.leader())["running"]:
+                    return
                 await asyncio.sleep(0.005)
 
     async def usage(self, url: str, stream: bool, text: str, max_tokens: int = 3) -> dict[str, Any]:
