@@ -1,7 +1,8 @@
 """`nrank bench`: rates of the engine beside transformers, then what reuse and drafts bring.
 
 All systems are up at once and take turns, so what disturbs the machine disturbs all of them. No
-figure is printed unless every run of every system made the same greedy ids.
+figure is printed unless every run of every system made the same greedy ids. Beside that: two
+configurations of the engine, two result files, operators alone.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ import os
 from collections.abc import Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploy.bench.workloads import (
     FULL,
@@ -21,6 +22,7 @@ from deploy.bench.workloads import (
     StreamWorkload,
     System,
     Workload,
+    fingerprints,
     make_workloads,
     random_prompt,
     usable_ids,
@@ -43,18 +45,36 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser = add_command(
         commands,
         "bench",
-        "Rates on this CPU beside transformers on the same checkpoint; gains by reuse and drafts.",
-        "nrank bench --ranks 1,2 --repeats 5 --json",
+        "Rates on this CPU beside transformers on the same checkpoint; gains by reuse and drafts; "
+        "or two configurations, two result files, or operators alone.",
+        "nrank bench --against mtp=0,prefix_cache=off --ranks 2 --out against.json",
     )
     add_model_flag(parser)
     parser.add_argument(
-        "--ranks", type=rank_counts, default=(1, 2), metavar="1,2", help="rank counts to measure"
-    )
+        "--ranks", type=rank_counts, metavar="1,2",
+        help="rank counts to measure (default 1,2; with --against 1)",
+    )  # fmt: skip
     parser.add_argument("--repeats", type=bounded(1), default=5, metavar="N", help="default 5")
     parser.add_argument(
         "--quick", action="store_true", help="fewer tokens: a check, no measurement"
     )
     parser.add_argument("--peer", choices=PEERS, default=PEERS[0], help="system to compare with")
+    modes = parser.add_mutually_exclusive_group()
+    modes.add_argument(
+        "--against", metavar="FIELD=VALUE,...",
+        help="measure the engine as the server runs it (A) side by side with this change (B)",
+    )  # fmt: skip
+    modes.add_argument(
+        "--compare", nargs=2, metavar=("OLD", "NEW"),
+        help="compare two result files; exit code 1 when a figure is slower beyond both spreads",
+    )  # fmt: skip
+    modes.add_argument(
+        "--ops", action="store_true", help="time operators alone, at the shapes of a large model"
+    )
+    parser.add_argument(
+        "--base", metavar="FIELD=VALUE,...", help="with --against: what A and B have in common"
+    )
+    parser.add_argument("--out", metavar="FILE", help="write the line of JSON to a file")
     parser.add_argument("--json", action="store_true", help="end with one line of JSON")
     parser.set_defaults(run=run)
 
@@ -70,29 +90,119 @@ def rank_counts(text: str) -> tuple[int, ...]:
 def run(arguments: argparse.Namespace) -> int:
     # Read when torch is loaded, here and in the ranks.
     os.environ["OMP_NUM_THREADS"] = str(THREADS_PER_RANK)
-    from deploy.bench.gains import measure_gains
-    from deploy.bench.measure import measure
-    from deploy.bench.report import Origin, Settings, print_report, to_json
+    if arguments.base is not None and arguments.against is None:
+        raise ConfigError("--base is A of --against; add --against FIELD=VALUE")
+    if arguments.compare:
+        return run_compare(*arguments.compare)
+    if arguments.out:
+        from deploy.bench.results import require_place
+
+        require_place(arguments.out)
+    if arguments.ops:
+        result, code = run_ops(arguments)
+    elif arguments.against is not None:
+        result, code = run_against(arguments), 0
+    else:
+        result, code = run_speed(arguments), 0
+    hand_over(result, arguments)
+    return code
+
+
+def hand_over(result: dict[str, Any], arguments: argparse.Namespace) -> None:
+    """The line of JSON to a file and to stdout, as asked."""
+    line = json.dumps(result)
+    if arguments.out:
+        from deploy.bench.results import write_result
+
+        write_result(arguments.out, line)
+    if arguments.json:
+        print(line)
+
+
+def run_compare(old: str, new: str) -> int:
+    from deploy.bench.comparison import Verdict, compare_files, print_comparison
+
+    found = compare_files(old, new)
+    print_comparison(found)
+    return 1 if found.count(Verdict.SLOWER) else 0
+
+
+def run_ops(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
+    from deploy.bench.op_cases import CASES
+    from deploy.bench.op_report import MeasuredOps, ops_json, print_ops
+    from deploy.bench.op_times import measure_ops, without_inputs
+    from deploy.bench.origin import Ending, Origin
 
     origin = Origin.here()
+    rows = measure_ops(CASES, arguments.repeats, arguments.quick)
+    measured = MeasuredOps(
+        origin, Ending.now(), THREADS_PER_RANK, arguments.repeats, rows, without_inputs(CASES)
+    )
+    print_ops(measured)
+    return ops_json(measured), 0 if all(row.is_equal for row in rows) else 1
+
+
+def run_against(arguments: argparse.Namespace) -> dict[str, Any]:
+    from deploy.bench.against import Pair, measure_pairs
+    from deploy.bench.against_report import MeasuredPairs, pairs_json, print_pairs
+    from deploy.bench.engine_system import EngineSystem
+    from deploy.bench.heat import chip_heat
+    from deploy.bench.origin import Ending, Origin
+    from deploy.bench.sides import make_rounds, make_sides
+    from deploy.certify.binding import checkpoint_hash
+
+    ranks, *more = arguments.ranks or (1,)
+    if more:
+        raise ConfigError(f"--against takes one rank count, not {1 + len(more)}; give --ranks 1")
+    origin, model_dir = Origin.here(), model_path(arguments.model)
+    sides = make_sides(model_dir, ranks, arguments.base or "", arguments.against)
+    sizes, repeats = QUICK if arguments.quick else FULL, arguments.repeats
+    rounds, left_out = make_rounds(sides.limits(), sizes, repeats)
+    with ExitStack() as stack:
+        a, b = (EngineSystem.start(stack, c, n) for n, c in (("A", sides.a), ("B", sides.b)))
+        celsius = stack.enter_context(chip_heat(sides.a.device, max(a.ranks, b.ranks)))
+        pair = Pair(a, b, has_same_ids=sides.a.dtype == sides.b.dtype)
+        pairs = measure_pairs(pair, rounds, left_out, celsius)
+    measured = MeasuredPairs(
+        origin, Ending.now(row.max_celsius for row in pairs.rows), sides,
+        checkpoint_hash(model_dir), THREADS_PER_RANK, repeats,
+        fingerprints([one.workloads[0] for one in rounds]), pairs,
+    )  # fmt: skip
+    print_pairs(measured)
+    return pairs_json(measured)
+
+
+def run_speed(arguments: argparse.Namespace) -> dict[str, Any]:
+    from deploy.bench.gains import measure_gains
+    from deploy.bench.heat import chip_heat
+    from deploy.bench.measure import measure
+    from deploy.bench.origin import Ending, Origin
+    from deploy.bench.report import Measured, Settings, print_report, to_json
+    from deploy.certify.binding import checkpoint_hash
+
+    origin, ranks = Origin.here(), arguments.ranks or (1, 2)
     model_dir, sizes = model_path(arguments.model), QUICK if arguments.quick else FULL
     limits = ModelLimits.read(EngineConfig(model_dir, dtype=DTYPE))
     workloads = load_workloads(limits, sizes)
-    configs = [plan_engines(model_dir, count) for count in arguments.ranks]
+    configs = [plan_engines(model_dir, count) for count in ranks]
+    plain = configs[0].plain
     gain_workloads = load_gain_workloads(limits, sizes, configs[0], arguments.repeats)
     with ExitStack() as stack:
         peers = list(start_peer(model_dir, arguments.peer))
         gangs = [start_gangs(stack, config) for config in configs]
-        rows = measure([*peers, *(gang.plain for gang in gangs)], workloads, arguments.repeats)
+        celsius = stack.enter_context(chip_heat(plain.device, max(ranks)))
+        systems = [*peers, *(gang.plain for gang in gangs)]
+        rows = measure(systems, workloads, arguments.repeats, celsius)
         gains = measure_gains(gangs, gain_workloads, arguments.repeats)
+        ending = Ending.now([*(row.max_celsius for row in rows), celsius()])
     settings = Settings(
-        model_dir, DTYPE, THREADS_PER_RANK, arguments.repeats,
-        configs[0].drafting.mtp, configs[0].plain.decode_share,
+        model_dir, checkpoint_hash(model_dir), DTYPE, THREADS_PER_RANK, arguments.repeats,
+        configs[0].drafting.mtp, plain.decode_share,
     )  # fmt: skip
-    print_report(origin, settings, rows, gains, PEERS[0])
-    if arguments.json:
-        print(json.dumps(to_json(origin, settings, rows, gains)))
-    return 0
+    prompts = fingerprints([*workloads, *gain_workloads.all()])
+    measured = Measured(origin, ending, settings, prompts, rows, gains)
+    print_report(measured, PEERS[0])
+    return to_json(measured)
 
 
 @dataclass(frozen=True)

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field
 
+from deploy.bench.steps import StepTimes
 from deploy.bench.workloads import Run, StreamRun, StreamWorkload, Workload
 from deploy.chip_guard import guard_of
 from placement.config import EngineConfig
@@ -47,7 +48,9 @@ class EngineSystem:
             for index, ids in enumerate(workload.prompts)
         ]
         groups = [[request] for request in requests] if workload.in_turn else [requests]
+        before = self.engine.rank0.snapshot()
         answered = [self._answer(workload.id, group) for group in groups]
+        steps = StepTimes.between(before, self.engine.rank0.snapshot())
         results = [result for group in answered for result in group]
         return Run(
             tuple(result.token_ids for result in results),
@@ -56,6 +59,7 @@ class EngineSystem:
             sum(result.cached_tokens for result in results),
             sum(result.draft_tokens for result in results),
             sum(result.accepted_tokens for result in results),
+            steps,
         )
 
     def run_beside(self, workload: StreamWorkload) -> StreamRun:

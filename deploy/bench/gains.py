@@ -39,14 +39,13 @@ class GainWorkloads:
     streams: Sequence[StreamWorkload] = ()
     left_out: Sequence[str] = ()  # a line for each kind of workload that can't run
 
+    def all(self) -> list[Workload | StreamWorkload]:
+        """One of each id."""
+        return [*self.drafts, *self.prefixes[:1], *self.streams]
+
     def within(self, context_tokens: int) -> GainWorkloads:
         """Those that fit into a context; the others are left out with a line."""
-        mine: tuple[Workload | StreamWorkload, ...] = (
-            *self.drafts,
-            *self.prefixes[:1],
-            *self.streams,
-        )
-        too_long = {w.id: w.context_tokens for w in mine if w.context_tokens > context_tokens}
+        too_long = {w.id: w.context_tokens for w in self.all() if w.context_tokens > context_tokens}
         lines = [
             f"{name}: needs a context of {needed} tokens, the model has {context_tokens}"
             for name, needed in too_long.items()

@@ -7,6 +7,7 @@ from collections.abc import Iterable, Sequence
 from itertools import takewhile
 from typing import TypeVar
 
+from deploy.bench.heat import Celsius, no_sensor
 from deploy.bench.workloads import Row, Run, System, Workload
 from placement.errors import NrankError
 
@@ -14,12 +15,22 @@ TokenIds = Sequence[Sequence[int]]  # one a request
 Item = TypeVar("Item")
 
 
-def measure(systems: Sequence[System], workloads: Sequence[Workload], repeats: int) -> list[Row]:
+def measure(
+    systems: Sequence[System],
+    workloads: Sequence[Workload],
+    repeats: int,
+    celsius: Celsius = no_sensor,
+) -> list[Row]:
     """One row for each workload and system; NrankError when ids differ."""
     rows: list[Row] = []
     for workload in with_progress(workloads, "beside the peer"):
+        celsius()  # what was before is not this workload's
         runs = take_turns(systems, workload, repeats)
-        rows += [Row.of(workload, system, made) for system, made in zip(systems, runs, strict=True)]
+        hottest = celsius()
+        rows += [
+            Row.of(workload, system, made, hottest)
+            for system, made in zip(systems, runs, strict=True)
+        ]
     return rows
 
 

@@ -1,17 +1,20 @@
 """What `nrank bench` measures: workloads with exact token prompts, one run of them, its spread.
 
 Prompts here are made from the size of the vocabulary alone, so every system gets the same ids and
-no tokenizer takes part. Knows no system that runs them. Standard library only.
+no tokenizer takes part. Knows no system that runs them.
 """
 
 from __future__ import annotations
 
+import hashlib
+import json
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from statistics import median
 from typing import Protocol
 
+from deploy.bench.steps import StepSplit, StepTimes
 from placement.errors import ConfigError
 
 CONCURRENCIES = (1, 4)
@@ -81,6 +84,7 @@ class Run:
     cached_tokens: int = 0  # of all prompts
     draft_tokens: int = 0
     accepted_tokens: int = 0
+    steps: StepTimes | None = None  # of the engine's rank 0
 
     @property
     def decoded_tokens(self) -> int:
@@ -158,9 +162,17 @@ class Row:
     decode_tokens_per_s: Spread | None
     prefill_tokens_per_s: Spread
     ttft_s: Spread
+    max_celsius: float | None = None  # of the chips while all systems ran; None: no sensor
+    step_split: StepSplit | None = None
 
     @classmethod
-    def of(cls, workload: Workload, system: System, runs: Sequence[Run]) -> Row:
+    def of(
+        cls,
+        workload: Workload,
+        system: System,
+        runs: Sequence[Run],
+        max_celsius: float | None = None,
+    ) -> Row:
         """Prefill rate = prompt tokens of all requests over the last request's TTFT."""
         prompt_tokens = sum(map(len, workload.prompts))
         return cls(
@@ -171,6 +183,8 @@ class Row:
             Spread.of([r.decode_tokens_per_s() for r in runs]) if workload.is_decode else None,
             Spread.of([prompt_tokens / r.ttft_s for r in runs]),
             Spread.of([r.ttft_s for r in runs]),
+            max_celsius,
+            StepSplit.of([r.steps for r in runs]),
         )
 
     @property
@@ -203,3 +217,15 @@ def random_prompt(usable: Sequence[int], index: int, length: int) -> tuple[int, 
     """The first `length` ids of stream `index`; random() is the same in every Python release."""
     stream = random.Random(index)
     return tuple(usable[int(stream.random() * len(usable))] for _ in range(length))
+
+
+def fingerprints(workloads: Sequence[Workload | StreamWorkload]) -> dict[str, str]:
+    """Of each id what is asked: prompts, lengths, end tokens. Of those that share an id the first
+    counts: the others differ from it by the index of their random ids.
+    """
+    found: dict[str, str] = {}
+    for workload in workloads:
+        if workload.id not in found:
+            text = json.dumps(asdict(workload), sort_keys=True, separators=(",", ":"))
+            found[workload.id] = hashlib.sha256(text.encode()).hexdigest()[:16]
+    return found

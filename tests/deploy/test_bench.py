@@ -14,8 +14,9 @@ import pytest
 from deploy import cli
 from deploy.bench import measure as bench_measure
 from deploy.bench.gains import Gains
+from deploy.bench.origin import Ending, Origin
 from deploy.bench.peer import TransformersPeer
-from deploy.bench.report import Origin, Settings, print_report
+from deploy.bench.report import Measured, Settings, print_report
 from deploy.bench.workloads import (
     FULL,
     QUICK,
@@ -62,14 +63,26 @@ def bench(
 
 
 def test_a_quick_run_ends_in_json_with_all_fields(
-    bench: Callable[..., tuple[int, str, str]],
+    bench: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:
-    code, out, err = bench("--quick", "--ranks", "1", "--repeats", "1", "--json")
+    file = tmp_path / "result.json"
+    code, out, err = bench(
+        "--quick", "--ranks", "1", "--repeats", "1", "--json", "--out", str(file)
+    )  # fmt: skip
     assert (code, err) == (0, "")
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
     table, _, line = out.rstrip("\n").rpartition("\n")
     found = json.loads(line)
+    assert file.read_text() == line + "\n"
+    assert (found["schema"], found["kind"]) == ("nrank-bench/1", "speed")
     assert set(found) >= {"commit", "machine", "load_average", "workloads"}
     assert found["commit"]
+    assert len(found["load_average_end"]) == 3
+    assert "hottest chip: no sensor" in table
+    assert {found["max_celsius"], *(row["max_celsius"] for row in found["workloads"])} == {None}
+    rows = [row["id"] for kind in ("drafts", "prefixes", "streams") for row in found["gains"][kind]]
+    assert set(found["prompts"]) == {row["id"] for row in found["workloads"]} | set(rows)
+    assert len(set(found["prompts"].values())) == len(found["prompts"])
     assert found["machine"]["cores"] >= 1
     assert len(found["load_average"]) == 3
     assert found["settings"]["dtype"] == "float32"
@@ -88,9 +101,25 @@ def test_a_quick_run_ends_in_json_with_all_fields(
             assert row["decode_tokens_per_s"] is None
         for spread in rates:
             assert_spread(spread)
+        check_split(row)
     for text in ("x transformers", "load average", *ids):
         assert text in table
     check_gains(found["gains"], table)
+    code, out, err = bench("--compare", str(file), str(file))
+    assert (code, err) == (0, "")
+    assert "1 and 1 repeats: nothing is claimed below 3" in out
+
+
+def check_split(row: dict[str, Any]) -> None:
+    """Of the engine alone: one step makes the first token, each further one makes one more."""
+    split = row["step_split"]
+    if row["system"] != "nrank":
+        assert split is None
+        return
+    assert split["steps"] == (8 if row["id"].startswith("decode") else 1)
+    assert sum(split["parts_ms"].values()) == pytest.approx(split["step_ms"])
+    assert 0 <= split["parts_ms"]["rest"] < 0.1 * split["step_ms"]
+    assert {"attention", "recurrent", "experts", "sampling", "host"} < set(split["parts_ms"])
 
 
 def check_gains(gains: dict[str, Any], table: str) -> None:
@@ -220,13 +249,18 @@ def test_the_ratio_is_that_of_the_rate_a_workload_is_about(
         Row.of(prefill, engine, [Run(((1,),), 0.2)]),
     ]
     origin = Origin("abc", {"cpu": "some", "cores": 2}, (0.5, 1.0, 1.5))
-    print_report(origin, Settings("/models/m", "float32", 1, 1, 2, 0.5), rows, Gains(), "peer")
+    ending = Ending((2.0, 1.0, 1.5), 71.4)
+    settings = Settings("/models/m", "abcd", "float32", 1, 1, 2, 0.5)
+    print_report(Measured(origin, ending, settings, {}, rows, Gains()), "peer")
     out = capsys.readouterr().out
     starts = ("  decode-", "  prefill-")
     ratios = [line.split()[-1] for line in out.splitlines() if line.startswith(starts)]
     assert ratios == ["1.00", "4.00", "1.00", "1.50"]
     assert "m in float32, commit abc" in out
     assert "not scaling" in out
+    assert (
+        "load average 0.50, 1.00, 1.50 before, 2.00, 1.00, 1.50 after; hottest chip: 71 °C" in out
+    )
 
 
 @pytest.mark.parametrize(
@@ -237,6 +271,7 @@ def test_the_ratio_is_that_of_the_rate_a_workload_is_about(
         (["--ranks", "2,2"], "'2,2' names a rank count twice"),
         (["--repeats", "0"], "0 is below 1"),
         (["--peer", "other"], "invalid choice"),
+        (["--ops", "--against", "mtp=0"], "not allowed with argument"),
     ],
 )
 def test_bad_flags_are_refused_in_one_line(
@@ -258,6 +293,9 @@ def test_models_that_can_not_be_measured_are_refused_in_one_line(
     code, _, err = bench("--ranks", "1,15")
     assert (code, err.count("\n")) == (2, 1)
     assert "14 experts" in err
+    code, _, err = bench("--out", str(tmp_path / "none" / "file"))
+    assert (code, err.count("\n")) == (2, 1)
+    assert "there is no folder" in err
     short = tmp_path / "short"
     shutil.copytree(embedded_model_dir, short)
     config = json.loads((short / "config.json").read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
@@ -12,6 +13,7 @@ import pytest
 from cluster.tokens import Tokenizer
 from deploy.bench.engine_system import EngineSystem, StreamRecord
 from deploy.bench.gains import GainWorkloads, Gangs, measure_gains
+from deploy.bench.steps import StepSplit, StepTimes
 from deploy.bench.texts import draft_workloads, make_texts
 from deploy.bench.workloads import (
     FULL,
@@ -28,7 +30,7 @@ from deploy.prompts import ModelLimits
 from placement.config import EngineConfig
 from placement.errors import NrankError
 from rank_worker.launch import GenerationResult
-from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
+from rank_worker.messages import EngineRequest, FinishReason, RankSnapshot, TokenBatch
 
 TEXT = Workload("counting-1", ((5, 6), (7, 8)), 9, end_token_ids=(3,), in_turn=True)
 PREFIXES = [Workload("prefix-4", ((i, 6, 7, 8),), 2) for i in range(3)]
@@ -219,6 +221,18 @@ class FakeEngine:
 
     calls: list[list[EngineRequest]] = field(default_factory=list)
 
+    @property
+    def rank0(self) -> FakeEngine:
+        return self
+
+    def snapshot(self) -> RankSnapshot:
+        """A step of 20 ms for each call so far, 15 ms of them experts'."""
+        count = len(self.calls)
+        parts = {"experts": 0.015 * count}
+        return RankSnapshot(
+            0, 1, 0.0, count, busy_steps=count, step_seconds=0.02 * count, step_parts=parts
+        )
+
     def generate(self, requests: Sequence[EngineRequest]) -> list[GenerationResult]:
         self.calls.append(list(requests))
         return [
@@ -245,6 +259,30 @@ def test_prompts_in_turn_are_answered_one_at_a_time_to_their_end_tokens() -> Non
     assert (shared.decode_s, alone.decode_s) == (2.0, 1.0 + 2.0)
     assert shared.token_ids == alone.token_ids == together.prompts
     assert (alone.cached_tokens, alone.draft_tokens, alone.accepted_tokens) == (20, 8, 6)
+    split = StepSplit.of([shared.steps, alone.steps])
+    assert split is not None
+    assert (split.steps, split.step_ms) == (3, pytest.approx(20))
+    assert split.parts_ms == {"experts": pytest.approx(15), "rest": pytest.approx(5)}
+
+
+def test_a_system_that_tells_nothing_of_its_steps_has_no_split() -> None:
+    assert StepSplit.of([None, None]) is None
+    assert StepSplit.of([StepTimes(0, 0.0, {})]) is None
+
+
+def test_the_steps_of_a_run_take_about_as_long_as_the_run(system: EngineSystem) -> None:
+    workload = Workload("steps", (random_prompt(usable_ids(4096, ()), 3, 100),), 40)
+    system.run(workload)
+    began = time.perf_counter()
+    run = system.run(workload)
+    passed_s = time.perf_counter() - began
+    assert run.steps is not None
+    assert run.steps.steps == 2 + 39  # a budget of 64 tokens a step
+    assert 0.5 * passed_s < run.steps.seconds < passed_s
+    split = StepSplit.of([run.steps])
+    assert split is not None
+    assert sum(split.parts_ms.values()) == pytest.approx(split.step_ms)
+    assert 0 <= split.parts_ms["rest"] < 0.1 * split.step_ms
 
 
 def test_engines_of_a_rank_count_differ_in_one_setting_and_the_plain_one_has_neither(

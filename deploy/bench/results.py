@@ -1,0 +1,178 @@
+"""Result files of `nrank bench`: how they are written, read again, and which figures they hold.
+
+A file is the line of JSON that a run ends with; what else was printed may stand above it. Standard
+library only.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import tempfile
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from pathlib import Path
+from typing import Any
+
+from deploy.bench.workloads import Spread
+from placement.errors import ConfigError
+from placement.headers import require_regular
+
+BROKEN = (AttributeError, KeyError, TypeError, ValueError)  # what odd JSON leads to
+Key = tuple[str, str, str, str]  # workload, system, ranks, figure
+SCHEMA = "nrank-bench/1"  # grows when a field changes its meaning
+
+
+class Kind(StrEnum):
+    SPEED = "speed"  # the engine beside its peer, reuse and drafts
+    AGAINST = "against"  # two configurations of the engine
+    OPS = "ops"  # operators alone
+
+
+class Better(StrEnum):
+    MORE = "more"
+    LESS = "less"
+
+
+# Where rows stand in a result, and which of their figures say how fast something is.
+TABLES: Mapping[str, Mapping[str, Better]] = {
+    "workloads": {
+        "decode_tokens_per_s": Better.MORE,
+        "prefill_tokens_per_s": Better.MORE,
+        "ttft_s": Better.LESS,
+    },
+    "gains.drafts": {
+        "plain_tokens_per_s": Better.MORE,
+        "drafted_tokens_per_s": Better.MORE,
+        "speedup": Better.MORE,
+    },
+    "gains.prefixes": {"cold_ttft_s": Better.LESS, "warm_ttft_s": Better.LESS},
+    "gains.streams": {
+        "alone_tokens_per_s": Better.MORE,
+        "beside_tokens_per_s": Better.MORE,
+        "prefill_s": Better.LESS,
+    },
+    "pairs": {
+        "a.decode_tokens_per_s": Better.MORE,
+        "b.decode_tokens_per_s": Better.MORE,
+        "decode_gain": Better.MORE,
+        "a.ttft_s": Better.LESS,
+        "b.ttft_s": Better.LESS,
+        "ttft_gain": Better.MORE,
+    },
+    "ops": {"seconds": Better.LESS},
+}
+
+
+@dataclass(frozen=True)
+class Result:
+    """One file. `values` is the whole object."""
+
+    path: str
+    kind: Kind
+    repeats: int
+    prompts: Mapping[str, str]
+    values: Mapping[str, Any]
+
+    def figures(self) -> dict[Key, tuple[Spread, Better]]:
+        """ConfigError where a row isn't one of a result."""
+        found: dict[Key, tuple[Spread, Better]] = {}
+        try:
+            for table, names in TABLES.items():
+                for row in _at(self.values, table) or ():
+                    key = (str(row["id"]), str(row.get("system", "")), str(row.get("ranks", "")))
+                    for name, better in names.items():
+                        if (spread := _at(row, name)) is not None:
+                            found[(*key, name)] = (_spread(spread), better)
+        except BROKEN as error:
+            raise self.broken(error) from error
+        return found
+
+    def broken(self, error: Exception) -> ConfigError:
+        return _broken(self.path, error)
+
+
+def read_result(path: str) -> Result:
+    """ConfigError in one line for whatever isn't a result that can be read here."""
+    try:
+        require_regular(path)
+        lines = Path(path).read_text(encoding="utf-8").split("\n")
+        values = json.loads(next((line for line in reversed(lines) if line.strip()), ""))
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}; check the path") from error
+    except (UnicodeDecodeError, ValueError, RecursionError) as error:
+        raise ConfigError(
+            f"{path} doesn't end in a line of JSON; give a file that nrank bench --out wrote"
+        ) from error
+    schema = values.get("schema") if isinstance(values, dict) else None
+    if schema != SCHEMA:
+        raise ConfigError(
+            f"{path} has the schema {schema!r}, this nrank reads {SCHEMA!r}; measure again"
+        )
+    try:
+        repeats, prompts = int(values["settings"]["repeats"]), dict(values["prompts"])
+        return Result(path, Kind(values["kind"]), repeats, prompts, values)
+    except BROKEN as error:
+        raise _broken(path, error) from error
+
+
+def _broken(path: str, error: Exception) -> ConfigError:
+    return ConfigError(
+        f"{path} is no whole result of nrank bench ({type(error).__name__}: {error}); give a file "
+        f"that nrank bench --out wrote"
+    )
+
+
+def require_place(path: str) -> None:
+    """ConfigError when a file can't be written there: to be asked before minutes of measuring."""
+    folder = Path(path).absolute().parent
+    if Path(path).is_dir():
+        raise ConfigError(f"--out {path} is a folder; give a file")
+    if not folder.is_dir():
+        raise ConfigError(f"--out {path}: there is no folder {folder}; make it first")
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"--out {path}: {folder} can't be written to; choose another place")
+
+
+def write_result(path: str, line: str) -> None:
+    """Replaces `path` once all is on the disk. ConfigError where that fails."""
+    target = Path(path).absolute()
+    temporary = ""
+    try:
+        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
+        with os.fdopen(handle, "w", encoding="utf-8") as file:
+            file.write(line + "\n")
+            file.flush()
+            os.fsync(file.fileno())
+        os.chmod(temporary, 0o644)
+        os.replace(temporary, target)
+    except OSError as error:
+        reason = error.strerror or str(error)
+        raise ConfigError(f"--out {path} can't be written: {reason}; choose another") from error
+    finally:
+        with contextlib.suppress(OSError):  # replaced, or never made
+            os.unlink(temporary)
+
+
+def _spread(values: Mapping[str, Any]) -> Spread:
+    return Spread(float(values["median"]), float(values["min"]), float(values["max"]))
+
+
+def _at(values: Any, dotted: str) -> Any:
+    """What stands under names joined by dots; None where one is absent."""
+    for name in dotted.split("."):
+        if values is None:
+            return None
+        values = values.get(name)
+    return values
+
+
+def leaves(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """(dotted name, value) of everything in nested objects."""
+    for name, value in values.items():
+        if isinstance(value, Mapping):
+            yield from leaves(value, f"{prefix}{name}.")
+        else:
+            yield f"{prefix}{name}", value
