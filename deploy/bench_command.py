@@ -129,14 +129,15 @@ def run_compare(old: str, new: str) -> int:
 
 def run_ops(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     from deploy.bench.op_cases import CASES
+    from deploy.bench.op_packed_cases import PACKED_CASES
     from deploy.bench.op_report import MeasuredOps, ops_json, print_ops
     from deploy.bench.op_times import measure_ops, without_inputs
     from deploy.bench.origin import Ending, Origin
 
-    origin = Origin.here()
-    rows = measure_ops(CASES, arguments.repeats, arguments.quick)
+    origin, cases = Origin.here(), (*CASES, *PACKED_CASES)
+    rows = measure_ops(cases, arguments.repeats, arguments.quick)
     measured = MeasuredOps(
-        origin, Ending.now(), THREADS_PER_RANK, arguments.repeats, rows, without_inputs(CASES)
+        origin, Ending.now(), THREADS_PER_RANK, arguments.repeats, rows, without_inputs(cases)
     )
     print_ops(measured)
     return ops_json(measured), 0 if all(row.is_equal for row in rows) else 1

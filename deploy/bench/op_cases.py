@@ -31,6 +31,7 @@ DENSE_CONTEXT = 2048  # the longest that attention looks at as a whole
 EPS, THETA = 1e-6, 1e7
 DECODE_ROWS, CHUNK_TOKENS, VERIFY_TOKENS = (1, 4), 256, 3
 EXPERT_CHUNK_TOKENS = 64
+DTYPES = (torch.float32, torch.float16)
 SEED = 3107  # random tensors are the same in every run
 Arguments = dict[str, Any]
 
@@ -45,6 +46,7 @@ class OpCase:
     shape: str
     make: Callable[[torch.dtype], Sequence[Arguments]]
     rows: int  # tokens of the call
+    dtypes: tuple[torch.dtype, ...] = DTYPES  # of activations; only those that a variant can run
 
     @property
     def id(self) -> str:

@@ -12,12 +12,13 @@ import torch
 from torch import Tensor
 
 from deploy import cli
-from deploy.bench import op_cases
+from deploy.bench import op_cases, op_packed_cases
 from deploy.bench.op_cases import CASES, EXPERTS, OWNED, TOP_K, OpCase
 from deploy.bench.op_times import difference, measure_ops, without_inputs
 from ops.contracts import CONTRACTS
 from ops.registry import REFERENCES, register, variants_of
 from ops.spec import Capability, Implementation
+from placement.errors import NrankError
 
 SWIGLU = OpCase(
     "gated_swiglu", "3",
@@ -63,7 +64,7 @@ def test_each_variant_is_timed_against_the_reference() -> None:
     variants = [variant(SWIGLU, gated_swiglu, 1), variant(SWIGLU, slow_swiglu, 2)]
     rows = measure_ops([SWIGLU], 3, is_quick=True, variants=variants)
     assert [(row.id, row.dtype) for row in rows] == [
-        (f"gated_swiglu 3 {dtype}", dtype) for dtype in ("float32", "bfloat16") for _ in range(3)
+        (f"gated_swiglu 3 {dtype}", dtype) for dtype in ("float32", "float16") for _ in range(3)
     ]
     first, slow, same = rows[:3]
     assert [row.system.rpartition(".")[2] for row in (first, slow, same)] == [
@@ -102,6 +103,14 @@ def test_a_wrong_variant_is_named_and_not_timed(
     table, _, line = capsys.readouterr().out.rstrip("\n").rpartition("\n")
     assert f"WRONG: {case.id} float32: " in table
     assert json.loads(line)["ops"][1]["seconds"] is None
+
+
+def test_a_variant_that_fails_is_named_in_one_line() -> None:
+    def gated_swiglu(gate_up: Tensor, gate: Tensor) -> Tensor:
+        raise RuntimeError("no such\nkernel")
+
+    with pytest.raises(NrankError, match=r"gated_swiglu 3: .*gated_swiglu failed \(RuntimeError"):
+        measure_ops([SWIGLU], 1, True, [variant(SWIGLU, gated_swiglu)])
 
 
 @pytest.mark.parametrize(
@@ -151,6 +160,7 @@ def test_variants_of_this_machine_are_equal_at_production_shapes(
 ) -> None:
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setattr(op_cases, "CASES", tuple(cheap(CASES)))
+    monkeypatch.setattr(op_packed_cases, "PACKED_CASES", ())
     assert cli.main(["bench", "--ops", "--quick", "--repeats", "1", "--json"]) == 0
     table, _, line = capsys.readouterr().out.rstrip("\n").rpartition("\n")
     found = json.loads(line)
