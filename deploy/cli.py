@@ -23,6 +23,7 @@ from deploy import (
     generate_command,
     inspect_command,
     plan_command,
+    probe_command,
     report_command,
     serve_command,
 )
@@ -31,7 +32,7 @@ from placement.errors import CheckpointError, ClientError, ConfigError, NrankErr
 DONE, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = (
     serve_command, generate_command, plan_command, inspect_command, doctor_command,
-    report_command, bench_command, eval_command, certify_command,
+    probe_command, report_command, bench_command, eval_command, certify_command,
 )  # fmt: skip
 TOP_LEVEL_NAMES = ("placement", "ops", "rank_worker", "cluster")
 
