@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.lowbit.packed import Packed
 from ops.spec import ContractError
 
 ACTIVATION = (torch.float32, torch.bfloat16, torch.float16)
@@ -166,6 +167,35 @@ def _distinct_experts(call: Call) -> None:
     twice = local[..., 1:][(local[..., 1:] == local[..., :-1]) & (local[..., 1:] >= 0)]
     if twice.numel():
         call.fail("an expert twice in a row of local", twice[0].item(), "once a token")
+
+
+def _packed_linear(call: Call) -> None:
+    _packed(call, "weight", "N K")
+
+
+def _packed_experts(call: Call) -> None:
+    _packed(call, "gate_up", "El 2*I H")
+    _packed(call, "down", "El H I")
+    call.within("local", -1, call.sizes["El"])
+    _distinct_experts(call)
+
+
+def _packed(call: Call, name: str, pattern: str) -> None:
+    """The shape of a packed weight, and as many codes and scales as it needs."""
+    weight: Packed = call.arguments[name]
+    for index, (expression, size) in enumerate(zip(pattern.split(), weight.shape, strict=True)):
+        call.dimension(f"size {index} of {name} [{pattern}]", expression, size)
+    form, outer = weight.form, weight.shape[:-2]
+    width = math.ceil(weight.shape[-1] * form.bits / 8)
+    blocks = form.scale_counts(weight.shape, weight.stacked)
+    for part, tensor, wanted in (
+        ("codes", weight.codes, (*weight.shape[:-1], width)),
+        ("scale", weight.scale, (*outer, *blocks)),
+        ("zero", weight.zero, (*outer, *blocks)),
+        ("whole", weight.whole, (*outer, weight.stacked)),
+    ):
+        if tensor is not None and tuple(tensor.shape) != wanted:
+            call.fail(f"shape of {name}.{part}", tuple(tensor.shape), f"{wanted}")
 
 
 def _ngram_heads(call: Call) -> None:
@@ -348,6 +378,17 @@ CONTRACTS: dict[str, Contract] = {
     ),
     "swiglu_mlp": Contract(
         _shapes(x="... H", down="H_out I", gate_up="2*I H"), _all(ACTIVATION, "x gate_up down")
+    ),
+    "packed_linear": Contract(_shapes(x="... K"), _all(ACTIVATION, "x"), also=_packed_linear),
+    "packed_experts": Contract(
+        _shapes(x="T H", weights="T k", local="T k"),
+        _all(ACTIVATION, "x weights") + _all(INT64, "local"),
+        also=_packed_experts,
+    ),
+    "packed_table_rows": Contract(
+        _shapes(table="rows w", scale="one"),
+        _all((torch.uint8,), "table") + _all(INT64, "ids"),
+        also=lambda call: call.within("ids", 0, 1 << 62),
     ),
     "ngram_ids": Contract(
         _shapes(history="B length", multipliers="n", vocab_sizes="h", offsets="h"),

@@ -24,6 +24,7 @@ from ops.reference import (
     moe,
     ngram,
     norm,
+    packed,
     rope,
     sampling,
     select,
@@ -69,6 +70,9 @@ _REFERENCE_FUNCTIONS: tuple[Callable[..., Any], ...] = (
     moe.moe_experts,
     moe.gated_swiglu,
     moe.swiglu_mlp,
+    packed.packed_linear,
+    packed.packed_experts,
+    packed.packed_table_rows,
     ngram.ngram_ids,
     ngram.ngram_gate,
     ngram.table_rows,
@@ -159,6 +163,7 @@ class OpSet:
         check_contracts: bool = False,
         variants: Iterable[Implementation] | None = None,
     ) -> None:
+        self.dtype = capability.dtype
         known = variants_of(capability.backend) if variants is None else tuple(variants)
         self._resolutions = {op: resolve(op, capability, known) for op in REFERENCES}
         for op, resolution in self._resolutions.items():

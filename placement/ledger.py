@@ -124,6 +124,11 @@ def loaded_tensors(config: EngineConfig, spec: ModelSpec) -> tuple[TensorSpec, .
     return spec.tensors + (spec.draft_tensors if config.mtp else ())
 
 
+def loaded_scales(config: EngineConfig, spec: ModelSpec) -> tuple[TensorSpec, ...]:
+    """Scales of the loaded tensors, for who reads them; the ledger counts them with their codes."""
+    return spec.scale_tensors + (spec.draft_scale_tensors if config.mtp else ())
+
+
 def rank_ledger(
     config: EngineConfig,
     spec: ModelSpec,

@@ -11,6 +11,7 @@ import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from typing import Any
 
 from placement.config import EngineConfig, RankShare
@@ -18,7 +19,14 @@ from placement.errors import ConfigError, PlanError
 from placement.experts import LayerHolders
 from placement.headers import CheckpointHeaders
 from placement.host_memory import machine_bytes
-from placement.ledger import WEIGHT_ROWS, LedgerOptions, TablePlace, table_bytes
+from placement.ledger import (
+    WEIGHT_ROWS,
+    LedgerOptions,
+    TablePlace,
+    loaded_tensors,
+    table_bytes,
+)
+from placement.models.quantised import check_cuts
 from placement.ownership import (
     Layers,
     Ownership,
@@ -26,7 +34,7 @@ from placement.ownership import (
     choose_ownership,
     with_replicas,
 )
-from placement.partition import make_shares
+from placement.partition import local_index_ranges, make_shares
 from placement.physical import DTYPE_BYTES
 from placement.roofline import StepEstimate, estimate_decode_step, expert_bytes
 from placement.sizing import PrefixStates, Shortfall, Sizing, make_sizing, shortfall
@@ -144,6 +152,9 @@ def make_plan(
         options = replace(options, ownership=request)
     chips = checked_topology(config, spec, topology, options)
     chosen, sizing = size_gang(config, spec, chips, options)
+    for share in sizing.shares:
+        owned = partial(local_index_ranges, share=share)
+        check_cuts(loaded_tensors(config, spec), owned, share.rank)
     num_pages = sizing.num_pages(config)
     rows = sizing.rows(config, num_pages)
     ranks = tuple(

@@ -69,7 +69,9 @@ def _tensor_reads(tensor: TensorSpec, share: RankShare, headers: CheckpointHeade
     ranges, shape = local_index_ranges(tensor, share), local_shape(tensor, share)
     cut = _Cut(tensor.split.dim, shape, DTYPE_BITS[dtype] // 8)
     runs = _merged(run for piece, header in found for run in cut.runs(piece, header, ranges))
-    result = TensorReads(tensor.role, shape, dtype, tensor.dtype, runs)
+    is_packed = tensor.format is not None and not tensor.format.is_plain
+    rule = DTypeRule.STORED if is_packed else tensor.dtype
+    result = TensorReads(tensor.role, shape, dtype, rule, runs)
     _check_exact(result, cut.itemsize)
     return result
 

@@ -40,11 +40,15 @@ class Axis(StrEnum):
 
 
 class DTypeRule(StrEnum):
-    """How a tensor is held in memory: in the run's weight dtype, or always as named."""
+    """How a tensor is held in memory: in the run's weight dtype, or always as named.
+
+    STORED is the dtype of the file, of codes and scales.
+    """
 
     WEIGHT = "weight"
     FLOAT32 = "float32"
     INT64 = "int64"
+    STORED = "stored"
 
 
 @dataclass(frozen=True)

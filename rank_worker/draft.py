@@ -17,6 +17,7 @@ from ops.reference.norm import unit_offset
 from rank_worker.batch import BatchBuilder, DraftRows, StepBatch
 from rank_worker.model import Layer, Model
 from rank_worker.parts import Parts
+from rank_worker.projection import Projection
 from rank_worker.residual import StreamSite
 from rank_worker.sampler import Sampler
 from rank_worker.sparse_attention import Projected, SparseAttentionMixer
@@ -44,13 +45,13 @@ class DraftHead:
     """Weights and cache of the head on this rank. Runs its passes through the model's functions."""
 
     def __init__(self, parts: Parts, source: WeightSource, model: Model) -> None:
-        spec, pack = parts.spec, parts.device.pack_linear
+        spec = parts.spec
         (layer,) = spec.draft_layers
         weights = source.take("draft.fc_", "draft.norm_", "draft.final_mixer.")
         self.model, self.ops, self.eps = model, parts.ops, spec.norm_eps
         self.end_ids = frozenset(spec.eos_token_ids)
-        self.fc_embedding = pack(weights.pop("draft.fc_embedding"))
-        self.fc_hidden = pack(weights.pop("draft.fc_hidden"))
+        self.fc_embedding = Projection(parts, [weights.pop("draft.fc_embedding")])
+        self.fc_hidden = Projection(parts, [weights.pop("draft.fc_hidden")])
         self.embedding_scale = unit_offset(weights.pop("draft.norm_embedding"))
         self.hidden_scale = unit_offset(weights.pop("draft.norm_hidden"))
         self.norm_per_stream = spec.draft_norm_per_stream
@@ -103,8 +104,8 @@ class DraftHead:
             flat = self.ops.rms_norm(streams.flatten(1), self.hidden_scale, self.eps)
             normed = flat.view(streams.shape)
         token = self.ops.rms_norm(embedding, self.embedding_scale, self.eps)
-        hidden = self.ops.linear(normed.flatten(0, 1), self.fc_hidden).view(streams.shape)
-        embedded: Tensor = self.ops.linear(token, self.fc_embedding)
+        hidden = self.fc_hidden(normed.flatten(0, 1)).view(streams.shape)
+        embedded = self.fc_embedding(token)
         return hidden.add_(embedded.unsqueeze(1))
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from placement.spec import Axis, GatedDeltaSpec
 from rank_worker.batch import DecodeGroup, StepBatch
 from rank_worker.parts import Parts
+from rank_worker.projection import Projection
 
 
 class GatedDeltaState:
@@ -56,26 +57,26 @@ class GatedDeltaMixer:
         # Key head of each local value head, as a local index: groups are consecutive.
         self.key_head = torch.arange(first_value, last_value) // group - first_key
         names = ("qkv", "z", "b", "a")
-        self.in_proj = pack(torch.cat([weights.pop(f"{prefix}.{name}") for name in names]))
+        self.in_proj = Projection(parts, [weights.pop(f"{prefix}.{name}") for name in names])
         conv = weights.pop(f"{prefix}.conv")
         self.conv_weight = pack(conv.reshape(conv.shape[0], conv.shape[-1]))
         self.a_log = weights.pop(f"{prefix}.a_log")
         self.dt_bias = weights.pop(f"{prefix}.dt_bias")
         self.norm = weights.pop(f"{prefix}.norm")
-        self.out = pack(weights.pop(f"{prefix}.out"))
+        self.out = Projection(parts, [weights.pop(f"{prefix}.out")])
         self.widths = [self.conv_weight.shape[0], self.value_heads * spec.value_dim]
         self.widths += [self.value_heads, self.value_heads]
         keys = self.key_heads * spec.key_dim
         self.qkv_widths = [keys, keys, self.value_heads * spec.value_dim]
         self.state = GatedDeltaState(
-            spec, self.value_heads, self.widths[0], parts.num_slots, self.in_proj.dtype
+            spec, self.value_heads, self.widths[0], parts.num_slots, parts.ops.dtype
         )
         self._uncommitted: _Uncommitted | None = None
 
     def forward(self, x: Tensor, batch: StepBatch) -> Tensor:
         if not self.value_heads:
             return torch.zeros_like(x)
-        projected = self.ops.linear(x, self.in_proj)
+        projected = self.in_proj(x)
         channels, z, b, a = torch.split_with_sizes(projected, self.widths, dim=-1)
         g, beta = self.ops.delta_gates(a, b, self.a_log, self.dt_bias)
         parts = []
@@ -89,8 +90,7 @@ class GatedDeltaMixer:
         out = parts[0] if len(parts) == 1 else torch.cat(parts)
         gate = z.reshape(out.shape)
         normed = self.ops.gated_rms_norm(out, self.norm, gate, self.eps, self.spec.gate_activation)
-        partial: Tensor = self.ops.linear(normed.flatten(1), self.out)
-        return partial
+        return self.out(normed.flatten(1))
 
     def _heads(self, channels: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         """q, k [..., key heads, dim] and v [..., value heads, dim] of channels [..., C]."""

@@ -28,6 +28,11 @@ _DISK_DTYPES = {
     "BF16": torch.bfloat16,
     "F16": torch.float16,
     "I64": torch.int64,
+    "I32": torch.int32,
+    "I8": torch.int8,
+    "U8": torch.uint8,
+    "F8_E4M3": torch.float8_e4m3fn,
+    "F8_E8M0": torch.float8_e8m0fnu,
 }
 
 
@@ -131,12 +136,19 @@ class Loader:
         if self.pace is not None:
             self.pace(job.chunk.run_bytes * job.chunk.count)
         raw = self._read(job.role, job.chunk.file, job.chunk)
+        width = job.disk_dtype.itemsize
+        if job.flat.dtype is job.disk_dtype and width == 1:  # codes: not every type can be copied
+            values = torch.frombuffer(raw, dtype=torch.uint8)
+            self._store(job.flat.view(torch.uint8), values, job.chunk, width)
+            return
         values = torch.frombuffer(raw, dtype=job.disk_dtype)
-        self._store(job.flat, values, job.chunk, job.disk_dtype.itemsize)
+        self._store(job.flat, values, job.chunk, width)
 
     def _target_dtype(self, reads: TensorReads) -> torch.dtype:
         if reads.dtype_rule is DTypeRule.WEIGHT:
             return self.dtype
+        if reads.dtype_rule is DTypeRule.STORED:
+            return _DISK_DTYPES[reads.disk_dtype]
         return torch.float32 if reads.dtype_rule is DTypeRule.FLOAT32 else torch.int64
 
     @staticmethod
@@ -212,7 +224,8 @@ class Loader:
 
 def _check_range(reads: TensorReads, tensor: Tensor) -> None:
     """Values that the run's dtype can't hold are refused, not turned into infinities."""
-    if tensor.dtype is not torch.float16 or reads.disk_dtype == "F16":
+    is_stored = reads.disk_dtype == "F16" or reads.dtype_rule is DTypeRule.STORED
+    if tensor.dtype is not torch.float16 or is_stored:
         return
     if not torch.isfinite(tensor).all():
         raise CheckpointError(

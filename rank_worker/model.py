@@ -17,6 +17,7 @@ from rank_worker.gated_delta import GatedDeltaMixer
 from rank_worker.moe import MoeChannel
 from rank_worker.ngram import NgramInjection
 from rank_worker.parts import Parts
+from rank_worker.projection import Projection
 from rank_worker.residual import StreamSite
 from rank_worker.sparse_attention import SparseAttentionMixer
 from rank_worker.step_clock import StepClock, StepPart
@@ -62,7 +63,7 @@ class Model:
         self.clock = StepClock(comm)
         self.first_vocab, _ = parts.share.ranges[Axis.VOCAB]
         self.embed = weights.pop("embed")
-        self.head = parts.device.pack_linear(weights.pop("head"))
+        self.head = Projection(parts, [weights.pop("head")])
         self.final_site = StreamSite(parts, weights, "final_mixer")
         self.layers = [Layer(parts, layer, source) for layer in spec.layers]
         self.rope = _rope_of(spec)
@@ -108,8 +109,7 @@ class Model:
     def logits(self, site: StreamSite, streams: Tensor) -> Tensor:
         """This rank's logits [T, local vocab] of streams [T, S, H]."""
         mixed, _ = site.mix(streams)
-        logits: Tensor = self.ops.linear(mixed, self.head)
-        return logits
+        return self.head(mixed)
 
     def _layer(
         self, layer: Layer, streams: Tensor, batch: StepBatch, rope: tuple[Tensor, Tensor]

@@ -11,11 +11,38 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from ops.lowbit.packed import Packed
 from placement.config import RankShare
 from placement.experts import LayerHolders
 from placement.spec import MoeSpec
 from rank_worker.batch import Noted
 from rank_worker.parts import Parts
+from rank_worker.projection import Projection
+from rank_worker.weights import Weight
+
+BANKS = ("experts_gate_up", "experts_down")
+
+
+class Experts:
+    """The routed experts of this rank: two banks, plain or packed, each in a format of its own."""
+
+    def __init__(self, parts: Parts, gate_up: Weight, down: Weight) -> None:
+        self.ops, self.int8_activations = parts.ops, parts.int8_activations
+        self.is_packed = isinstance(gate_up, Packed)
+        pack = parts.device.pack_linear
+        self.gate_up, self.down = (
+            bank if isinstance(bank, Packed) else packed_bank(bank, pack)
+            for bank in (gate_up, down)
+        )
+
+    def __call__(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
+        """Partial sum [T, H]; `local` [T, k] are indices into the banks, -1 for a peer's route."""
+        routes = (x, weights, local, self.gate_up, self.down)
+        if self.is_packed:
+            packed: Tensor = self.ops.packed_experts(*routes, self.int8_activations)
+            return packed
+        plain: Tensor = self.ops.moe_experts(*routes)
+        return plain
 
 
 class MoeChannel:
@@ -24,32 +51,28 @@ class MoeChannel:
     def __init__(
         self, parts: Parts, spec: MoeSpec, weights: dict[str, Tensor], prefix: str, layer: int
     ) -> None:
-        pack = parts.device.pack_linear
         self.ops, self.spec = parts.ops, spec
-        self.gate_up = packed_bank(weights.pop(f"{prefix}.experts_gate_up"), pack)
-        self.down = packed_bank(weights.pop(f"{prefix}.experts_down"), pack)
+        self.experts = Experts(parts, *(weights.pop(f"{prefix}.{name}") for name in BANKS))
         self.local_of = local_experts(parts.share, parts.holders[layer], layer)
         self.num_turns = len(self.local_of)
         self.owns_all = torch.equal(self.local_of, torch.arange(spec.num_experts)[None])
         names = ("router", "shared_gate", "shared_gate_proj", "shared_up_proj")
         rows = [weights.pop(f"{prefix}.{name}") for name in names]
         self.widths = [row.shape[0] for row in rows[:2]] + [2 * rows[2].shape[0]]
-        self.in_proj = pack(torch.cat(rows))
-        self.shared_down = pack(weights.pop(f"{prefix}.shared_down"))
+        self.in_proj = Projection(parts, rows)
+        self.shared_down = Projection(parts, [weights.pop(f"{prefix}.shared_down")])
         self.counts = torch.zeros(spec.num_experts, dtype=torch.int64)
         self._one = torch.ones(1, dtype=torch.int64)
 
     def forward(self, x: Tensor, positions: Tensor, noted: Noted) -> Tensor:
-        logits, shared_gate, gate_up = torch.split_with_sizes(
-            self.ops.linear(x, self.in_proj), self.widths, dim=-1
-        )
+        logits, shared_gate, gate_up = torch.split_with_sizes(self.in_proj(x), self.widths, dim=-1)
         route_weights, ids = self.ops.route(logits, self.spec.top_k, self.spec.normalise_top_k)
         noted.note_decision(ids)
         self.counts.index_add_(0, ids.view(-1), self._one.expand(ids.numel()))
         local = self._local(ids, positions)
-        out = self.ops.moe_experts(x, route_weights, local, self.gate_up, self.down)
+        out = self.experts(x, route_weights, local)
         shared = self.ops.gated_swiglu(gate_up, shared_gate)
-        return out.add_(self.ops.linear(shared, self.shared_down))
+        return out.add_(self.shared_down(shared))
 
     def _local(self, ids: Tensor, positions: Tensor) -> Tensor:
         """[T, k]: which of this rank's experts computes a route, -1 for a peer's."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ops.lowbit.packed import Packed
 from ops.reference.norm import unit_offset
 from placement.errors import CheckpointError
 from placement.spec import Axis, NgramSpec
@@ -39,6 +40,9 @@ class NgramInjection:
         streams, hidden = parts.spec.residual.num_streams, parts.spec.hidden
         self.first_row = parts.share.ranges[Axis.NGRAM_ROWS][0]
         self.table = weights.pop(f"{prefix}.table")
+        self.table_scale: Tensor | None = None
+        if isinstance(self.table, Packed):
+            self.table, self.table_scale = self.table.codes.view(torch.uint8), self.table.scale
         self.key = pack(weights.pop(f"{prefix}.key"))
         self.value = pack(weights.pop(f"{prefix}.value"))
         self.scales = tuple(
@@ -80,7 +84,12 @@ class NgramInjection:
             self.state.history[row.slot] = history[0, -self.spec.context_tokens :]
             parts.append(self._hash(history).flatten(0, 1))
         hashed = parts[0] if len(parts) == 1 else torch.cat(parts)
-        return self.ops.table_rows(self.table, hashed, self.first_row).flatten(1)
+        if self.table_scale is None:
+            return self.ops.table_rows(self.table, hashed, self.first_row).flatten(1)
+        rows = self.ops.packed_table_rows(
+            self.table, self.table_scale, hashed, self.first_row, self.ops.dtype
+        )
+        return rows.flatten(1)
 
     def _hash(self, history: Tensor) -> Tensor:
         return self.ops.ngram_ids(

@@ -23,3 +23,4 @@ class Parts:
     num_pages: int
     page_tokens: int
     num_slots: int
+    int8_activations: bool = False  # inputs of products with packed weights in 8 bits

@@ -18,7 +18,7 @@ import torch
 from ops.registry import Capability, OpSet
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError
-from placement.ledger import loaded_tensors
+from placement.ledger import loaded_scales, loaded_tensors
 from placement.plan import Plan
 from placement.prepare import prepare
 from placement.reads import plan_reads
@@ -37,6 +37,7 @@ from rank_worker.messages import (
     TokenBatch,
 )
 from rank_worker.model import parameter_dtype
+from rank_worker.packed_weights import PackedReader
 from rank_worker.parts import Parts
 from rank_worker.rank_figures import (
     copy_figures,
@@ -119,16 +120,18 @@ class Rank:
         prepared = prepare(self.config)
         spec, self.plan = prepared.spec, prepared.plan
         plan, share = self.plan, self.plan.ranks[self.rank].share
-        tensors = loaded_tensors(self.config, spec)
+        scales = loaded_scales(self.config, spec)
+        tensors = loaded_tensors(self.config, spec) + scales
         reads = plan_reads(tensors, share, prepared.headers)
         dtype = parameter_dtype(self.config.dtype)
-        source = WeightSource(Loader(dtype, self.counter, self.pace), tensors, reads)
+        loader = Loader(dtype, self.counter, self.pace)
+        source = WeightSource(loader, tensors, reads, PackedReader(share, scales))
         self._weight_bytes = source.row_bytes
         ops = OpSet(Capability(self.config.device, dtype=dtype), self.config.check_contracts)
         device = open_device(self.config.device)
         parts = Parts(
             ops, device, spec, share, plan.replica_table,
-            plan.num_pages, plan.page_tokens, plan.num_slots,
+            plan.num_pages, plan.page_tokens, plan.num_slots, self.config.int8_activations,
         )  # fmt: skip
         vocab = tuple(s.ranges[Axis.VOCAB] for s in plan.shares)
         context = plan.context.configured_tokens

@@ -15,6 +15,7 @@ from placement.config import RankShare
 from placement.spec import Axis, SparseAttentionSpec
 from rank_worker.batch import DecodeGroup, DraftRows, Noted, PrefillRow, StepBatch
 from rank_worker.parts import Parts
+from rank_worker.projection import Projection
 
 
 class SparseAttentionCache:
@@ -72,13 +73,12 @@ class SparseAttentionMixer:
     def __init__(
         self, parts: Parts, spec: SparseAttentionSpec, weights: dict[str, Tensor], prefix: str
     ) -> None:
-        pack = parts.device.pack_linear
         self.ops, self.spec, self.eps = parts.ops, spec, parts.spec.norm_eps
         self.groups = kv_groups(spec, parts.share)
         self.heads, self.kv_heads = sum(self.groups), len(self.groups)
         names = ("q", "k", "v", "index_qk")
-        self.in_proj = pack(torch.cat([weights.pop(f"{prefix}.{name}") for name in names]))
-        self.o = pack(weights.pop(f"{prefix}.o"))
+        self.in_proj = Projection(parts, [weights.pop(f"{prefix}.{name}") for name in names])
+        self.o = Projection(parts, [weights.pop(f"{prefix}.o")])
         self.q_scale = unit_offset(weights.pop(f"{prefix}.q_norm"))
         self.k_scale = unit_offset(weights.pop(f"{prefix}.k_norm"))
         self.index_q_scale = unit_offset(weights.pop(f"{prefix}.index_q_norm"))
@@ -86,7 +86,7 @@ class SparseAttentionMixer:
         d = spec.head_dim
         self.widths = [self.heads * 2 * d, self.kv_heads * d, self.kv_heads * d]
         self.widths += [spec.index_heads * spec.index_dim, spec.index_dim]
-        self.cache = SparseAttentionCache(spec, self.kv_heads, parts, self.in_proj.dtype)
+        self.cache = SparseAttentionCache(spec, self.kv_heads, parts, parts.ops.dtype)
 
     @property
     def state(self) -> SparseAttentionCache:
@@ -100,7 +100,7 @@ class SparseAttentionMixer:
     def project(self, x: Tensor, rope: tuple[Tensor, Tensor]) -> Projected:
         spec, tokens = self.spec, x.shape[0]
         q_gate, k, v, index_q, index_k = torch.split_with_sizes(
-            self.ops.linear(x, self.in_proj), self.widths, dim=-1
+            self.in_proj(x), self.widths, dim=-1
         )
         q_gate = q_gate.view(tokens, self.heads, 2 * spec.head_dim)
         q, gate = q_gate.chunk(2, dim=-1)
@@ -143,8 +143,7 @@ class SparseAttentionMixer:
 
     def _output(self, attended: Tensor, gate: Tensor) -> Tensor:
         gated = (attended * torch.sigmoid(gate)).flatten(1)
-        partial: Tensor = self.ops.linear(gated, self.o)
-        return partial
+        return self.o(gated)
 
     def _rope_norm(self, x: Tensor, scale: Tensor, rope: tuple[Tensor, Tensor]) -> Tensor:
         return self.ops.apply_rope(self.ops.rms_norm(x, scale, self.eps), *rope)

@@ -318,4 +318,5 @@ void nrank_ngram_gate(const float* embedding, const float* streams, const float*
 #include "attention.cpp"
 #include "delta.cpp"
 #include "experts.cpp"
+#include "packed.cpp"
 #include "sampling.cpp"

@@ -7,8 +7,9 @@ no tensor name. Sources: the compressed-tensors, ModelOpt and OCP MX format desc
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,7 +25,7 @@ class Packed:
 
     `stacked` matrices that were stored apart (gate, up) lie above each other in the N rows, each
     with its own blocks of scales. A scale stands for `form.block_rows` rows (0: all) and
-    `form.group` columns (0: all).
+    `form.group` columns (0: all). `views` is what a backend made of it.
     """
 
     form: WeightFormat
@@ -34,6 +35,7 @@ class Packed:
     zero: Tensor | None = None  # [..., R, G], int8 or float
     whole: Tensor | None = None  # [..., stacked] fp32
     stacked: int = 1
+    views: dict[str, Any] = field(default_factory=dict, compare=False, repr=False, init=False)
 
     def __getitem__(self, index: int) -> Packed:
         """One matrix of a bank; shares its memory."""
@@ -45,6 +47,13 @@ class Packed:
 
     def __len__(self) -> int:
         return self.shape[0]
+
+    def to(self, device: torch.device | str) -> Packed:
+        return replace(
+            self, codes=self.codes.to(device), scale=self.scale.to(device),
+            zero=None if self.zero is None else self.zero.to(device),
+            whole=None if self.whole is None else self.whole.to(device),
+        )  # fmt: skip
 
     @property
     def tensors(self) -> tuple[Tensor, ...]:
@@ -96,7 +105,7 @@ def code_values(packed: Packed) -> Tensor:
         return packed.codes.view(torch.int8).float()
     codes = split_codes(packed.codes, form.bits)
     if form.code is Code.E2M1:
-        levels = torch.tensor(E2M1_LEVELS)
+        levels = torch.tensor(E2M1_LEVELS, device=codes.device)
         return torch.cat((levels, -levels)).index_select(0, codes.flatten().int()).view(codes.shape)
     half = 1 << (form.bits - 1)
     return (codes ^ half).float() - half
@@ -104,7 +113,7 @@ def code_values(packed: Packed) -> Tensor:
 
 def split_codes(packed: Tensor, bits: int) -> Tensor:
     """uint8 [..., n] -> uint8 [..., n * 8 / bits] in 0..2^bits - 1, lowest bits first."""
-    shifts = torch.arange(0, 8, bits, dtype=torch.uint8)
+    shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     return (packed.unsqueeze(-1) >> shifts & (1 << bits) - 1).flatten(-2)
 
 

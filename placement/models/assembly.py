@@ -19,6 +19,7 @@ from placement.models.quantised import (
     formats_of_config,
     formats_on_disk,
     resplit_scales,
+    runs_packed,
 )
 from placement.spec import TensorSpec
 
@@ -26,6 +27,7 @@ DEFAULT_DTYPE = "bfloat16"
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 CONFIG = "config.json"
 # Formats that a quantisation method of a config can mean; other methods can mean any.
+PACKED_PARTS = "experts, projections and the head run packed, the n-gram table from FP8"
 METHOD_FORMATS = {"fp8": ("fp8_block128", "fp8_channel", "fp8_tensor")}
 
 
@@ -54,11 +56,10 @@ class DiskTensors:
         found = {
             spec.format.name: spec.role
             for spec in (*self.draft_tensors, *self.tensors)
-            if spec.format is not None and not spec.format.is_plain
+            if spec.format is not None and not runs_packed(spec)
         }
         return tuple(
-            f"{role} is stored as {name}, weights run from BF16, F16 and F32 only"
-            for name, role in sorted(found.items())
+            f"{role} is stored as {name}; {PACKED_PARTS}" for name, role in sorted(found.items())
         )
 
 

@@ -30,12 +30,16 @@ from placement.headers import DTYPE_BITS, CheckpointHeaders, TensorHeader
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 FP8 = "F8_E4M3"
 PACKED_WORD_BITS = 32
+GROUP_UNIT = 16  # columns that kernels take at once
 BLOCKED: Mapping[int, WeightFormat] = {2: formats.W2, 4: formats.W4B32}
 
 
 @dataclass(frozen=True, slots=True)
 class ScaleTensor:
-    """A tensor beside the codes: `part` is scale, zero or global_scale."""
+    """A tensor beside the codes.
+
+    `part` is scale, zero, global_scale (multiplies) or global_divisor (divides).
+    """
 
     part: str
     name: str
@@ -173,7 +177,11 @@ class _Matrix:
         side = [self.base + ".weight_shape"]
         if side[0] not in self.headers.tensors:
             raise self.unscaled(".weight_shape")
-        side += [self.base + s for s in (".weight_g_idx",) if self.beside(s) is not None]
+        if self.beside(".weight_g_idx") is not None:
+            raise CheckpointError(
+                f"{self.header.file}: {self.base}.weight_g_idx orders the columns of "
+                f"{self.name} by activation, which isn't supported: quantise without actorder"
+            )
         return replace(found, side=tuple(side))
 
     def _grouped(
@@ -187,6 +195,11 @@ class _Matrix:
         if not groups or header.shape[0] != self.rows or self.columns % groups:
             raise self.wrong_shape(self.base + suffix, header, f"[{self.rows}, groups of columns]")
         group = self.columns // groups
+        if group % GROUP_UNIT and group != self.columns:
+            raise CheckpointError(
+                f"{header.file}: {self.base}{suffix} is {list(header.shape)}, so {self.columns} "
+                f"columns have groups of {group}; a multiple of {GROUP_UNIT} is supported"
+            )
         name = f"w4g{group}" + ("_asym" if zero else "")
         known = formats.FORMATS.get(name) or WeightFormat(
             name, 4, group=group, scale_bytes=2, zero_bytes=1 if zero else 0
@@ -210,7 +223,8 @@ class _Matrix:
             raise self.unscaled(".weight" + whole_suffix)
         if one.dtype != "F32" or one.shape not in ((), (1,)):
             raise self.wrong_shape(self.base + ".weight" + whole_suffix, one, "one F32 number")
-        parts = (scale, ScaleTensor("global_scale", f"{self.base}.weight{whole_suffix}", one.shape))
+        part = "global_divisor" if whole_suffix == "_global_scale" else "global_scale"
+        parts = (scale, ScaleTensor(part, f"{self.base}.weight{whole_suffix}", one.shape))
         side = f"{self.base}.{activation}"
         given = (side,) if side in self.headers.tensors else ()
         return Layout(formats.NVFP4, self.name, self.header.shape, 2, parts, given)

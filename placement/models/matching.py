@@ -53,7 +53,7 @@ def _check_piece(name: str, shape: tuple[int, ...], spec: TensorSpec, header: Te
     if spec.format is not None or spec.component is Component.SCALES:
         return
     allowed = ("I64",) if spec.dtype is DTypeRule.INT64 else FLOAT_DTYPES
-    is_scale = spec.role.endswith((".scale", ".zero", ".global_scale"))
+    is_scale = spec.role.endswith((".scale", ".zero", ".global_scale", ".global_divisor"))
     if header.dtype not in allowed and not is_scale:
         raise CheckpointError(
             f"{header.file}: {name} has dtype {header.dtype}, supported: {', '.join(allowed)}"

@@ -27,6 +27,12 @@ from placement.spec import (
     TensorSpec,
 )
 
+# Last parts of the roles of matrices that a packed product is made for.
+PROJECTIONS = frozenset((
+    "qkv", "z", "b", "a", "out", "q", "k", "v", "o", "index_qk", "router", "shared_gate",
+    "shared_gate_proj", "shared_up_proj", "shared_down", "head", "fc_embedding", "fc_hidden",
+))  # fmt: skip
+UNUSED_FORMATS = ("mxfp8", "fp8_tensor")  # of matrices
 FFN_AXES = (Axis.SHARED_FFN, Axis.DENSE_FFN)
 FP8_SCALE = "weight_scale_inv"
 
@@ -51,6 +57,43 @@ def formats_on_disk(tensors: Iterable[TensorSpec], headers: CheckpointHeaders) -
         else:
             _attach(tensor, layouts, found)
     return found
+
+
+def runs_packed(tensor: TensorSpec) -> bool:
+    """True where the engine computes with a tensor in the format that it has, if any."""
+    form = tensor.format
+    if form is None or form.is_plain:
+        return True
+    if tensor.component is Component.NGRAM_TABLE or tensor.role.endswith("ngram.table"):
+        return form.name == "fp8_tensor"
+    is_projection = tensor.role.rpartition(".")[2] in PROJECTIONS
+    return form.name not in UNUSED_FORMATS and (tensor.expert_layer >= 0 or is_projection)
+
+
+def check_cuts(
+    tensors: Iterable[TensorSpec],
+    owned: Callable[[TensorSpec], Iterable[tuple[int, int]]],
+    rank: int,
+) -> None:
+    """ConfigError where a rank's part of a tensor, by `owned` ranges, begins or ends in a block.
+
+    Experts that are owned whole are never cut.
+    """
+    for tensor in tensors:
+        dim, form = tensor.split.dim - len(tensor.shape), tensor.format
+        if form is None or form.is_plain or dim < -2 or not tensor.split.segments:
+            continue
+        step = form.block_rows if dim == -2 else form.group
+        step = max(step, tensor.packed) if dim == -1 else step
+        size = tensor.shape[dim]
+        for start, stop in owned(tensor):
+            cut = next((at for at in (start, stop) if step and at % step and at != size), None)
+            if cut is not None:
+                raise ConfigError(
+                    f"rank {rank} would own {('rows', 'columns')[dim + 2]} {start}..{stop - 1} of "
+                    f"{size} of {tensor.role}, stored as {form.name}: {cut} isn't a multiple of "
+                    f"its blocks of {step}; use fewer ranks, or a format with smaller blocks"
+                )
 
 
 def _layouts(
@@ -131,7 +174,7 @@ def _scale_spec(
     role = f"{tensor.role}.{part}"
     if len({scale.name for scale in parts}) == 1 and len(parts[0].shape) < 2:
         one = Piece(parts[0].name, parts[0].shape, (0,))
-        return TensorSpec(role, (1,), Split(), component, (one,))
+        return TensorSpec(role, (1,), Split(), component, (one,), DTypeRule.STORED)
     down, across = parts[0].shape[-2:] if len(parts[0].shape) == 2 else (1, 1)
     outer = tensor.shape[:-2]
     shape = (*outer, down * tensor.stacked, across)
@@ -141,7 +184,7 @@ def _scale_spec(
     )
     split = _scale_split(tensor, form, shape)
     return TensorSpec(
-        role, shape, split, component, pieces, expert_layer=tensor.expert_layer,
+        role, shape, split, component, pieces, DTypeRule.STORED, tensor.expert_layer,
         stacked=tensor.stacked,
     )  # fmt: skip
 

@@ -140,7 +140,10 @@ def test_layout_is_recognised_and_every_byte_accounted_for(
     spec = build_spec("t", tiny_config, None, headers)
     assert {t.format.name for t in experts_of(spec)} == {name}
     assert spec.formats() == (name,)
-    with pytest.raises(CheckpointError, match=f"is stored as {name}"):
+    if name == "mxfp8":
+        with pytest.raises(CheckpointError, match=f"is stored as {name}"):
+            require_runnable(spec)
+    else:
         require_runnable(spec)
     tensors = [*spec.tensors, *spec.draft_tensors]
     scales = [*spec.scale_tensors, *spec.draft_scale_tensors]
