@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 EMBEDDED_MODEL = Path(__file__).parent / "models" / "tiny-flash-next"
 EMBEDDED_RANKS = 2  # `serve` without a model shows a gang, not a single process
 DEVICES = ("cpu", "cuda", "npu")
-BUILT_IN_DEVICES = ("cpu",)  # those that a rank can open; plans are made for all
+BUILT_IN_DEVICES = DEVICES  # those that a rank can open; plans are made for all
 DEFAULT_DRAFTS = 2
 DTYPES = ("float32", "bfloat16", "float16")
 COMMS = ("auto", "shm", "gloo")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from itertools import groupby
 
@@ -57,7 +57,7 @@ class Noted:
     def note_decision(self, values: Tensor) -> None:
         """Records a decision taken from replicated data, in check steps only."""
         if self.decisions is not None:
-            weights = torch.arange(1, values.numel() + 1, dtype=torch.int64)
+            weights = torch.arange(1, values.numel() + 1, device=values.device)
             self.decisions.append((values.reshape(-1).to(torch.int64) * weights).sum())
 
 
@@ -106,7 +106,7 @@ class DraftRows(Noted):
     context: int  # no row sees more tokens
 
 
-def int64(values: Sequence[int]) -> Tensor:
+def host_int64(values: Sequence[int]) -> Tensor:
     return torch.tensor(values, dtype=torch.int64)
 
 
@@ -114,8 +114,11 @@ class BatchBuilder:
     """Keeps every slot's page table, last token and drafts; turns each plan into a StepBatch."""
 
     def __init__(
-        self, num_slots: int, max_pages: int, page_tokens: int, num_drafts: int = 0
-    ) -> None:
+        self, num_slots: int, max_pages: int, page_tokens: int, num_drafts: int = 0,
+        upload: Callable[[Sequence[int]], Tensor] = host_int64,
+    ) -> None:  # fmt: skip
+        """`upload` puts integers on the device."""
+        self.upload = upload
         self.page_tokens, self.num_drafts = page_tokens, num_drafts
         self.page_tables = torch.zeros(num_slots, max_pages, dtype=torch.int64)
         self.last_tokens = torch.zeros(num_slots, dtype=torch.int64)
@@ -129,7 +132,7 @@ class BatchBuilder:
         assert all(r.flags & RowFlag.PREFILL for r in prefill), "decode rows come first"
         parts = [self._decode_tokens(decode)] if decode else []
         if prefill:
-            parts.append(int64(plan.token_ids))
+            parts.append(self.upload(plan.token_ids))
         token_ids = parts[0] if len(parts) == 1 else torch.cat(parts)
         return self.assemble(plan.rows, token_ids, [] if plan.check else None, plan.token_ids)
 
@@ -145,7 +148,7 @@ class BatchBuilder:
         """
         groups = tuple(self._groups(rows))
         prefill = tuple(self._prefill_rows(rows))
-        positions = _positions(groups, prefill)
+        positions = self._positions(groups, prefill)
         sample = _sample_rows(rows)
         at = [index for index, _, _ in sample]
         score, targets = _score_rows(rows, scored_ids)
@@ -156,14 +159,14 @@ class BatchBuilder:
             kv_slots=self._kv_slots(rows, positions),
             groups=groups,
             prefill=prefill,
-            sample_rows=int64(at),
-            sample_slots=int64([row.slot for _, row, _ in sample]),
+            sample_rows=self.upload(at),
+            sample_slots=self.upload([row.slot for _, row, _ in sample]),
             sample_slots_host=tuple(row.slot for _, row, _ in sample),
-            sample_positions=int64([position for _, _, position in sample]),
+            sample_positions=self.upload([position for _, _, position in sample]),
             all_sampled=at == list(range(token_ids.shape[0])),
             sampled=tuple(row for row in rows if row.flags & RowFlag.SAMPLE),
-            score_rows=int64(score),
-            score_targets=int64(targets),
+            score_rows=self.upload(score),
+            score_targets=self.upload(targets),
             page_tables=self.page_tables,
         )
 
@@ -171,7 +174,7 @@ class BatchBuilder:
         self, slots: tuple[int, ...], context: int, decisions: list[Tensor] | None
     ) -> DraftRows:
         """Rows without positions yet; each sees at most `context` tokens."""
-        on_device = int64(slots)
+        on_device = self.upload(slots)
         tables = self.page_tables.index_select(0, on_device)[:, : self._pages(context)]
         nowhere = on_device.new_empty(0)
         return DraftRows(decisions, on_device, slots, tables, nowhere, nowhere, context)
@@ -187,7 +190,7 @@ class BatchBuilder:
         """The last tokens of their slots, with the drafts of the rows that carry them."""
         parts = []
         for is_draft, group in groupby(rows, key=_is_draft):
-            slots = int64([r.slot for r in group])
+            slots = self.upload([r.slot for r in group])
             last = self.last_tokens.index_select(0, slots)
             if is_draft:
                 last = torch.cat([last[:, None], self.drafts.index_select(0, slots)], 1).flatten()
@@ -201,12 +204,12 @@ class BatchBuilder:
             group = tuple(members)
             width = 1 + self.num_drafts if is_draft else 1
             assert all(r.count == width for r in group), "a decode row of another width"
-            starts, slots = tuple(r.start for r in group), int64([r.slot for r in group])
+            starts, slots = tuple(r.start for r in group), self.upload([r.slot for r in group])
             pages = self._pages(max(starts) + width)
             tables = self.page_tables.index_select(0, slots)[:, :pages]
-            positions = int64(starts)[:, None]
+            positions = self.upload(starts)[:, None]
             if is_draft:
-                positions = positions + torch.arange(width)
+                positions = positions + torch.arange(width, device=positions.device)
             begin = out[-1].end if out else 0
             out.append(DecodeGroup(begin, width, is_draft, slots, tables, starts, positions))
         assert len({g.is_draft for g in out}) == len(out), "rows of one width stand together"
@@ -216,11 +219,15 @@ class BatchBuilder:
         return -(-num_tokens // self.page_tokens)
 
     def _kv_slots(self, rows: Sequence[Row], positions: Tensor) -> Tensor:
-        slots = int64([r.slot for r in rows])
-        if positions.shape[0] != len(rows):
-            slots = torch.repeat_interleave(slots, int64([r.count for r in rows]))
+        slots = self.upload([r.slot for r in rows for _ in range(r.count)])
         pages = self.page_tables[slots, positions // self.page_tokens]
         return pages * self.page_tokens + positions % self.page_tokens
+
+    def _positions(self, groups: Sequence[DecodeGroup], prefill: Sequence[PrefillRow]) -> Tensor:
+        parts = [group.positions.flatten() for group in groups]
+        device = self.page_tables.device
+        parts += [torch.arange(r.start, r.start + r.end - r.begin, device=device) for r in prefill]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
     def _prefill_rows(self, rows: Sequence[Row]) -> list[PrefillRow]:
         out, begin = [], 0
@@ -234,12 +241,6 @@ class BatchBuilder:
 
 def _is_draft(row: Row) -> bool:
     return bool(row.flags & RowFlag.DRAFT)
-
-
-def _positions(groups: Sequence[DecodeGroup], prefill: Sequence[PrefillRow]) -> Tensor:
-    parts = [group.positions.flatten() for group in groups]
-    parts += [torch.arange(r.start, r.start + r.end - r.begin) for r in prefill]
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def _sample_rows(rows: Sequence[Row]) -> list[tuple[int, Row, int]]:

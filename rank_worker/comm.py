@@ -22,6 +22,7 @@ from rank_worker.time_limit import TimeLimit
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
+DEVICE_LIBRARIES = {"cuda": "nccl", "npu": "hccl"}
 TOTAL_STORE_ORDER_MACHINES = ("x86_64", "AMD64")  # the shared-memory flags need it
 
 
@@ -102,9 +103,13 @@ class LocalComm:
 
 
 def choose_comm(config: EngineConfig) -> str:
-    """Resolve `auto`: shared memory for CPU ranks where its flags are sound, else sockets."""
+    """Resolve `auto`: a chip's own library; shared memory for CPU ranks where its flags are sound,
+    else sockets.
+    """
     if config.comm != "auto":
         return config.comm
+    if config.device in DEVICE_LIBRARIES:
+        return DEVICE_LIBRARIES[config.device]
     if config.device == "cpu" and platform.machine() in TOTAL_STORE_ORDER_MACHINES:
         return "shm"
     return "gloo"
@@ -130,8 +135,11 @@ def make_comm(
     from rank_worker import comm_gloo, comm_shm, comm_store
 
     name = choose_comm(config)
-    if name not in ("shm", "gloo"):
+    libraries = tuple(DEVICE_LIBRARIES.values())
+    if name not in ("shm", "gloo", *libraries):
         raise ConfigError(f"comm {name!r} is not built in; use auto, shm or gloo")
+    if (name if name in libraries else None) != DEVICE_LIBRARIES.get(config.device):
+        raise ConfigError(f"comm {name!r} does not carry tensors of {config.device}; use auto")
     if name == "shm" and platform.machine() not in TOTAL_STORE_ORDER_MACHINES:
         raise ConfigError(
             f"comm 'shm' needs an x86-64 CPU, this is {platform.machine()}; use gloo or auto"
@@ -139,6 +147,10 @@ def make_comm(
     meeting = comm_store.join(
         rank, world_size, config.master_address, port, config.start_timeout_s, store, is_over
     )
+    if name in libraries:
+        from rank_worker.comm_device import open_device_comm
+
+        return open_device_comm(meeting, config, name)
     open_comm = comm_shm.open_shm if name == "shm" else comm_gloo.open_gloo
     return open_comm(meeting, config.step_timeout_s)
 

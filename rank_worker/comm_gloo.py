@@ -95,6 +95,13 @@ class ControlGroup:
             self._broadcast(rest)
         return words
 
+    def barrier(self) -> None:
+        self.entered += 1
+        try:
+            self._group.barrier().wait()
+        except RuntimeError as error:
+            raise broken(self.rank, "barrier", error) from error
+
     def close(self) -> None:
         self._group.shutdown()
         # Joins its threads: one that still held a tensor would abort the exit of the process.
@@ -111,14 +118,18 @@ class ControlGroup:
 class GlooComm:
     """Gathers the ranks' parts and adds them in rank order, so that all ranks get equal bits."""
 
-    def __init__(self, meeting: Meeting, timeout_s: float, backend: str = "gloo") -> None:
+    def __init__(
+        self, meeting: Meeting, timeout_s: float, backend: str = "gloo",
+        make_data: Callable[[], Group] | None = None,
+    ) -> None:  # fmt: skip
+        """`make_data` makes the data group of another library."""
         self.rank = meeting.rank
         self.world_size = meeting.world_size
         self.seconds = 0.0
         self.wait_seconds: float | None = None
         self._meeting = meeting
         self._control = ControlGroup(meeting, timeout_s)
-        self._data = open_group(backend, meeting, "data", timeout_s)
+        self._data = open_group(backend, meeting, "data", timeout_s, make_data)
         self._parts: dict[torch.dtype, Tensor] = {}
         self._collectives = 0
 
@@ -190,10 +201,13 @@ class GlooComm:
             raise broken(self.rank, "collective", error) from error
 
 
-def open_group(backend: str, meeting: Meeting, name: str, timeout_s: float) -> Group:
+def open_group(
+    backend: str, meeting: Meeting, name: str, timeout_s: float,
+    make: Callable[[], Group] | None = None,
+) -> Group:  # fmt: skip
     """A process group of the gang on `backend`; RankError when a rank does not connect in time."""
     try:
-        return DATA_GROUPS[backend](meeting, name, timeout_s)
+        return make() if make is not None else DATA_GROUPS[backend](meeting, name, timeout_s)
     except RuntimeError as error:
         raise broken(meeting.rank, f"opening the {name} group", error) from error
 

@@ -129,9 +129,9 @@ class Drafter:
         entering = _with_flag(rows, RowFlag.ENTER)
         if not entering:
             return
-        next_ids = _next_ids(rows, batch, ids)
+        next_ids = self._next_ids(rows, batch, ids)
         if len(entering) < len(rows):
-            at = _tokens_of(rows, RowFlag.ENTER)
+            at = self.builder.upload(_tokens_of(rows, RowFlag.ENTER))
             streams, next_ids = streams.index_select(0, at), next_ids.index_select(0, at)
             batch = self.builder.assemble(entering, next_ids, batch.decisions)
         entries = self.head.enter(streams, next_ids, batch)
@@ -141,8 +141,23 @@ class Drafter:
         if makers:
             counts = accepted
             if len(makers) < len(batch.sampled) or len(entering) < len(rows):
-                counts = accepted.index_select(0, _sampled_at(rows, makers))
+                at = self.builder.upload(_sampled_at(rows, makers))
+                counts = accepted.index_select(0, at)
             self._chain(entering, makers, entries, counts, batch.decisions)
+
+    def _next_ids(self, rows: tuple[Row, ...], batch: StepBatch, ids: Tensor) -> Tensor:
+        """[T]: the token after each token. Sampled where a token was sampled, else known."""
+        ids = ids.clamp(min=0)
+        if batch.all_sampled:
+            return ids
+        next_ids = torch.roll(batch.token_ids, -1)
+        next_ids[batch.sample_rows] = ids
+        begins = _begins(rows)
+        inner = [row for row in rows if RowFlag.SAMPLE not in row.flags]
+        if inner:
+            ends = self.builder.upload([begins[row.slot] + row.count - 1 for row in inner])
+            next_ids[ends] = self.builder.upload([row.next_token for row in inner])
+        return next_ids
 
     def _ended(self, sampled: tuple[Row, ...], ids: Tensor, accepted: Tensor) -> set[int]:
         """Slots whose new tokens have an end token among them: hardly any wants drafts any more.
@@ -169,7 +184,8 @@ class Drafter:
         fixed = [0 if _is_draft(row) else row.count - 1 for row in makers]
         known = zip(fixed, makers, strict=True)
         places = [[begins[row.slot] + last, row.start + last] for last, row in known]
-        at, positions = (torch.tensor(places) + accepted[:, None]).unbind(1)
+        flat = self.builder.upload([number for place in places for number in place])
+        at, positions = (flat.view(-1, 2) + accepted[:, None]).unbind(1)
         longest = max(row.start + row.count for row in makers) + num_drafts - 1
         slots = tuple(row.slot for row in makers)
         context = min(longest, self.last_position + 1)
@@ -198,10 +214,10 @@ def _is_draft(row: Row) -> bool:
     return RowFlag.DRAFT in row.flags
 
 
-def _sampled_at(rows: tuple[Row, ...], some: tuple[Row, ...]) -> Tensor:
+def _sampled_at(rows: tuple[Row, ...], some: tuple[Row, ...]) -> list[int]:
     """Index among the sampled rows of each of `some`."""
     at = {row.slot: i for i, row in enumerate(_with_flag(rows, RowFlag.SAMPLE))}
-    return torch.tensor([at[row.slot] for row in some])
+    return [at[row.slot] for row in some]
 
 
 def _begins(rows: tuple[Row, ...]) -> dict[int, int]:
@@ -213,23 +229,8 @@ def _begins(rows: tuple[Row, ...]) -> dict[int, int]:
     return begins
 
 
-def _tokens_of(rows: tuple[Row, ...], flag: RowFlag) -> Tensor:
+def _tokens_of(rows: tuple[Row, ...], flag: RowFlag) -> list[int]:
     """Indices into the flattened batch of the tokens of rows with `flag`."""
     begins = _begins(rows)
     at = [range(begins[row.slot], begins[row.slot] + row.count) for row in _with_flag(rows, flag)]
-    return torch.tensor([index for one in at for index in one], dtype=torch.int64)
-
-
-def _next_ids(rows: tuple[Row, ...], batch: StepBatch, ids: Tensor) -> Tensor:
-    """[T]: the token after each token. Sampled where a token was sampled, else known."""
-    ids = ids.clamp(min=0)
-    if batch.all_sampled:
-        return ids
-    next_ids = torch.roll(batch.token_ids, -1)
-    next_ids[batch.sample_rows] = ids
-    begins = _begins(rows)
-    inner = [row for row in rows if RowFlag.SAMPLE not in row.flags]
-    if inner:
-        ends = torch.tensor([begins[row.slot] + row.count - 1 for row in inner])
-        next_ids[ends] = torch.tensor([row.next_token for row in inner])
-    return next_ids
+    return [index for one in at for index in one]

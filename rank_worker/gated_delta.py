@@ -48,7 +48,7 @@ class GatedDeltaMixer:
     def __init__(
         self, parts: Parts, spec: GatedDeltaSpec, weights: dict[str, Tensor], prefix: str
     ) -> None:
-        share, pack = parts.share, parts.device.pack_linear
+        share = parts.share
         self.ops, self.spec, self.eps = parts.ops, spec, parts.spec.norm_eps
         first_key, last_key = share.ranges[Axis.KEY_HEADS]
         first_value, last_value = share.ranges[Axis.VALUE_HEADS]
@@ -59,7 +59,7 @@ class GatedDeltaMixer:
         names = ("qkv", "z", "b", "a")
         self.in_proj = Projection(parts, [weights.pop(f"{prefix}.{name}") for name in names])
         conv = weights.pop(f"{prefix}.conv")
-        self.conv_weight = pack(conv.reshape(conv.shape[0], conv.shape[-1]))
+        self.conv_weight = parts.device.pack_taps(conv.reshape(conv.shape[0], conv.shape[-1]))
         self.a_log = weights.pop(f"{prefix}.a_log")
         self.dt_bias = weights.pop(f"{prefix}.dt_bias")
         self.norm = weights.pop(f"{prefix}.norm")

@@ -6,8 +6,6 @@ result is a partial sum of routed and shared output, reduced once by the layer d
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
@@ -29,9 +27,8 @@ class Experts:
     def __init__(self, parts: Parts, gate_up: Weight, down: Weight) -> None:
         self.ops, self.int8_activations = parts.ops, parts.int8_activations
         self.is_packed = isinstance(gate_up, Packed)
-        pack = parts.device.pack_linear
         self.gate_up, self.down = (
-            bank if isinstance(bank, Packed) else packed_bank(bank, pack)
+            bank if isinstance(bank, Packed) else parts.device.pack_bank(bank)
             for bank in (gate_up, down)
         )
 
@@ -82,19 +79,6 @@ class MoeChannel:
             return self.local_of[0].index_select(0, ids.view(-1)).view(ids.shape)
         turns = self.local_of.index_select(0, positions % self.num_turns)
         return turns.gather(1, ids)
-
-
-def packed_bank(bank: Tensor, pack: Callable[[Tensor], Tensor]) -> Tensor:
-    """`bank` [experts, out, in] with each expert in the device's layout.
-
-    Rewritten in place, so that no more than one expert is in memory twice.
-    """
-    strides = bank.stride()
-    for expert in bank:
-        packed = pack(expert)
-        expert.as_strided(packed.shape, packed.stride()).copy_(packed)
-        strides = (bank.stride(0), *packed.stride())
-    return bank.as_strided(bank.shape, strides)
 
 
 def local_experts(share: RankShare, holders: LayerHolders, layer: int) -> Tensor:

@@ -50,7 +50,7 @@ class NgramInjection:
             for name in ("norm_key", "norm_query", "norm_conv")
         )
         conv = weights.pop(f"{prefix}.conv")
-        self.conv_weight = pack(conv.reshape(conv.shape[0], conv.shape[-1]))
+        self.conv_weight = parts.device.pack_taps(conv.reshape(conv.shape[0], conv.shape[-1]))
         self.multipliers = self._constant(weights, f"{prefix}.multipliers", spec.multipliers)
         self.vocab_sizes = self._constant(weights, f"{prefix}.vocab_sizes", spec.head_vocab_sizes)
         self.offsets = self._constant(weights, f"{prefix}.offsets", spec.head_offsets)

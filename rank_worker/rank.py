@@ -15,7 +15,7 @@ from typing import Any
 
 import torch
 
-from ops.registry import Capability, OpSet
+from ops.registry import OpSet
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError
 from placement.ledger import loaded_scales, loaded_tensors
@@ -25,7 +25,7 @@ from placement.reads import plan_reads
 from placement.spec import Axis
 from rank_worker.comm import Comm, LocalComm, make_comm
 from rank_worker.cool_reads import CoolReads
-from rank_worker.device import open_device
+from rank_worker.device import Device, open_device
 from rank_worker.guard_word import GuardWord, Order
 from rank_worker.loader import LoadCounter, Loader
 from rank_worker.messages import (
@@ -86,6 +86,7 @@ class Rank:
         self.word = word or GuardWord()
         reads = CoolReads(self.word, self._stop.is_set)
         self.pace: Callable[[int], None] | None = reads.before_read  # see Loader
+        self._device: Device | None = None
         self._phase = "starting"
         self._step = 0
         self._busy_steps = 0
@@ -108,10 +109,18 @@ class Rank:
 
     def open(self, port: int) -> None:
         """Joins the gang's groups; RankError after `start_timeout_s`, naming who is missing."""
+        self._begin()
         if self.world_size > 1:
             self.comm = make_comm(
                 self.config, self.rank, self.world_size, port, self._store, self._stop.is_set
             )
+
+    def _begin(self) -> Device:
+        """Takes the chip for this thread: before a communicator, and again in each thread."""
+        if self._device is None:
+            self._device = open_device(self.config.device)
+        self._device.begin(self.rank, parameter_dtype(self.config.dtype))
+        return self._device
 
     def load(self) -> None:
         """Plans, reads the owned bytes, builds the caches and runs a warm-up step on all ranks."""
@@ -127,24 +136,19 @@ class Rank:
         loader = Loader(dtype, self.counter, self.pace)
         source = WeightSource(loader, tensors, reads, PackedReader(share, scales))
         self._weight_bytes = source.row_bytes
-        ops = OpSet(Capability(self.config.device, dtype=dtype), self.config.check_contracts)
-        device = open_device(self.config.device)
+        device = self._begin()
+        ops = OpSet(device.capability(dtype), self.config.check_contracts)
         parts = Parts(
             ops, device, spec, share, plan.replica_table,
             plan.num_pages, plan.page_tokens, plan.num_slots, self.config.int8_activations,
         )  # fmt: skip
         vocab = tuple(s.ranges[Axis.VOCAB] for s in plan.shares)
         context = plan.context.configured_tokens
-        self.runner = Runner(
-            parts,
-            source,
-            self.comm,
-            vocab,
-            context,
-            self.config.mtp,
-            plan.prefix.device,
-            plan.prefix.host,
-        )
+        with device.building():
+            self.runner = Runner(
+                parts, device.weights(source), self.comm, vocab, context, self.config.mtp,
+                plan.prefix.device, plan.prefix.host,
+            )  # fmt: skip
         if self.rank == 0:
             self.scheduler = Scheduler(self._limits(plan))
         limit = TimeLimit(self.config.load_timeout_s, lambda: self.word.order.slows_loads)
@@ -224,6 +228,7 @@ class Rank:
     def run(self) -> None:
         """The step loop. Returns after `stop`; RankError when a step or a peer fails."""
         assert self.runner is not None, "load() comes before run()"
+        self._begin()
         try:
             if self.rank == 0:
                 self._lead(self.runner)

@@ -71,7 +71,9 @@ class Runner:
             self.model.slot_tensors(), num_cells, num_host_cells, parts.device.open_streams()
         )
         max_pages = -(-context_tokens // parts.page_tokens)
-        self.builder = BatchBuilder(parts.num_slots, max_pages, parts.page_tokens, num_drafts)
+        self.builder = BatchBuilder(
+            parts.num_slots, max_pages, parts.page_tokens, num_drafts, parts.device.upload
+        )
         self.sampler = Sampler(parts.ops, comm, vocab_ranges, parts.num_slots)
         self.logprobs = LogprobReader(comm, vocab_ranges[comm.rank][0])
         self._num_logprobs = [-1] * parts.num_slots  # on the host, by slot
@@ -167,7 +169,7 @@ class Runner:
         table = torch.cat([single[0], verified, single[1]])
         accepted = ids.new_zeros(table.shape[0])
         accepted[first : first + rows] = kept
-        slots = torch.tensor([row.slot for row in batch.sampled])
+        slots = self.builder.upload([row.slot for row in batch.sampled])
         last = table.gather(1, accepted[:, None])[:, 0]
         self.builder.last_tokens[slots] = last.clamp(min=0)
         return Sampled(table, accepted)

@@ -49,7 +49,7 @@ class Sampler:
     ) -> Tensor:
         """logits [S, local vocab] -> ids [S]; NON_FINITE where a row's logits aren't finite."""
         if not host_slots:
-            return torch.empty(0, dtype=torch.int64)
+            return torch.empty(0, dtype=torch.int64, device=logits.device)
         bad = self.ops.nonfinite_rows(logits)
         if any(self._is_filtered[s] for s in host_slots):
             ids, bad = self._sample_gathered(logits, bad, slots, positions)
@@ -109,11 +109,11 @@ class Sampler:
                 logits.float(), temperature, seed, choice, positions, self.first_vocab
             )
         else:
-            score = torch.full((rows,), float("-inf"))
-            ids = torch.zeros(rows, dtype=torch.int64)
+            score = torch.full((rows,), float("-inf"), device=logits.device)
+            ids = torch.zeros(rows, dtype=torch.int64, device=logits.device)
         # Token ids stay below 2^24, so fp32 carries them exactly.
         mine = torch.stack([torch.where(bad, 0.0, score), ids.float(), bad.float()], dim=1)
         parts = self.comm.all_gather(mine)  # [world, S, 3]
         best = self.ops.greedy(parts[:, :, 0].t())  # lowest rank holds the lowest ids
-        ids = parts[best, torch.arange(rows), 1].to(torch.int64)
+        ids = parts[best, torch.arange(rows, device=best.device), 1].to(torch.int64)
         return ids, parts[:, :, 2].amax(0) > 0

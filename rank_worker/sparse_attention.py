@@ -74,6 +74,7 @@ class SparseAttentionMixer:
         self, parts: Parts, spec: SparseAttentionSpec, weights: dict[str, Tensor], prefix: str
     ) -> None:
         self.ops, self.spec, self.eps = parts.ops, spec, parts.spec.norm_eps
+        self.has_queues = parts.device.has_queues
         self.groups = kv_groups(spec, parts.share)
         self.heads, self.kv_heads = sum(self.groups), len(self.groups)
         names = ("q", "k", "v", "index_qk")
@@ -114,8 +115,9 @@ class SparseAttentionMixer:
     def write(self, seen: Projected, batch: StepBatch) -> None:
         """Puts keys, values and index keys of all rows where the step's queries find them."""
         self.ops.write_kv_(self.cache.k, self.cache.v, batch.kv_slots, seen.k, seen.v)
+        write_index = self._write_index_rows if self.has_queues else self._write_index_decode
         for group in batch.groups:
-            self._write_index_decode(group.of(seen.index_k), group, batch.kv_slots)
+            write_index(group.of(seen.index_k), group, batch.kv_slots)
         for row in batch.prefill:
             self._write_index_prefill(seen.index_k[row.begin : row.end], row, batch)
 
@@ -130,7 +132,7 @@ class SparseAttentionMixer:
         self.ops.write_kv_(self.cache.k, self.cache.v, rows.kv_slots, seen.k, seen.v)
         ring[rows.slots, rows.positions % spec.ring_rows] = seen.index_k
         first = rows.positions // r * r
-        members = (first[:, None] + torch.arange(r)) % spec.ring_rows
+        members = (first[:, None] + torch.arange(r, device=first.device)) % spec.ring_rows
         self._store_blocks(ring[rows.slots[:, None], members], first, rows.kv_slots)
 
     def attend_rows(self, seen: Projected, rows: DraftRows) -> Tensor:
@@ -201,22 +203,34 @@ class SparseAttentionMixer:
         last = [group.begin + row * group.width + at - group.starts[row] for row, at in done]
         self._store_blocks(keys, first, kv_slots[last])
 
+    def _write_index_rows(self, raw: Tensor, group: DecodeGroup, kv_slots: Tensor) -> None:
+        """The same with shapes that depend on no position, as `write_rows` does it."""
+        r, ring, slots = self.spec.block_tokens, self.cache.ring, group.slots[:, None]
+        ring[slots, group.positions % self.spec.ring_rows] = raw
+        first = group.positions // r * r
+        inside = torch.arange(r, device=first.device)
+        members = (first[..., None] + inside) % self.spec.ring_rows  # [B, Q, r]
+        keys = ring[slots[..., None], members].flatten(0, 1)
+        self._store_blocks(keys, first.flatten(), kv_slots[group.begin : group.end])
+
     def _write_index_prefill(self, raw: Tensor, row: PrefillRow, batch: StepBatch) -> None:
         r, ring = self.spec.block_tokens, self.cache.ring[row.slot]
+        device = ring.device
         open_tokens = row.start % r
         first_block = row.start - open_tokens
         if open_tokens:
-            held = torch.arange(first_block, row.start) % self.spec.ring_rows
+            held = torch.arange(first_block, row.start, device=device) % self.spec.ring_rows
             raw = torch.cat([ring[held], raw])
         num_blocks = raw.shape[0] // r
         if num_blocks:
-            first = first_block + r * torch.arange(num_blocks)
-            last_tokens = row.begin - open_tokens + r * torch.arange(1, num_blocks + 1) - 1
+            block = torch.arange(num_blocks, device=device)
+            first = first_block + r * block
+            last_tokens = row.begin - open_tokens + r * (block + 1) - 1
             keys = raw[: num_blocks * r].view(num_blocks, r, -1)
             self._store_blocks(keys, first, batch.kv_slots[last_tokens])
         rest = raw[num_blocks * r :]
         at = first_block + num_blocks * r
-        ring[torch.arange(at, at + rest.shape[0]) % self.spec.ring_rows] = rest
+        ring[torch.arange(at, at + rest.shape[0], device=device) % self.spec.ring_rows] = rest
 
     def _store_blocks(self, keys: Tensor, first: Tensor, last_slots: Tensor) -> None:
         """Pools raw keys [N, r, dim] and writes them where each block's last token lives."""

@@ -72,8 +72,9 @@ class AcceleratorStreams:
     Works on the backend's current device. COMPUTE is the stream that is current at each call.
     """
 
-    def __init__(self, backend: Any) -> None:
-        self._backend = backend
+    def __init__(self, backend: Any, host: torch.device | None = None) -> None:
+        """`host` is the device of host memory, where new tensors lie elsewhere by default."""
+        self._backend, self._host = backend, host
         self._side = {queue: backend.Stream() for queue in (Queue.ARCHIVE, Queue.RESTORE)}
 
     def copy(self, queue: Queue, source: Tensor, target: Tensor) -> None:
@@ -93,7 +94,7 @@ class AcceleratorStreams:
 
     def empty_host(self, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
         """Page-locked. torch's allocator may round a block up to a power of two bytes."""
-        return torch.empty(shape, dtype=dtype, pin_memory=True)
+        return torch.empty(shape, dtype=dtype, pin_memory=True, device=self._host)
 
     def seconds(self, begin: Fence, end: Fence) -> float | None:
         return begin.elapsed_time(end) / 1e3 if end.query() else None

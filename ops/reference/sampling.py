@@ -18,11 +18,16 @@ _ROUNDS = 10
 Words = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
+def _shifted(x: Tensor, bits: int) -> Tensor:
+    """x >> bits. Some devices take a shift's number as a copy from the host."""
+    return x >> bits if x.is_cpu or x.is_cuda else x // (1 << bits)
+
+
 def _multiply(x: Tensor, factor: int) -> tuple[Tensor, Tensor]:
     """High and low 32-bit words of x * factor, x uint32 in int64; no step overflows int64."""
     low = (x & 0xFFFF) * factor
-    high = (x >> 16) * factor + (low >> 16)
-    return high >> 16, ((high & 0xFFFF) << 16) | (low & 0xFFFF)
+    high = _shifted(x, 16) * factor + _shifted(low, 16)
+    return _shifted(high, 16), ((high & 0xFFFF) * 0x10000) | (low & 0xFFFF)
 
 
 def philox(counter: Words, key: tuple[Tensor, Tensor]) -> Words:
@@ -55,7 +60,7 @@ def gumbel(seed: Tensor, choice: Tensor, position: Tensor, token_ids: Tensor) ->
         choice[:, None] & _WORD,
         torch.zeros_like(position)[:, None],
     )
-    key = (seed[:, None] & _WORD, (seed[:, None] >> 32) & _WORD)
+    key = (seed[:, None] & _WORD, _shifted(seed[:, None], 32) & _WORD)
     word = philox(counter, key)[0]
     v = ((word.float() + 0.5) * 2.0**-32).clamp_max(1.0 - 2.0**-24)
     return -torch.log(-torch.log1p(-v))

@@ -7,8 +7,7 @@ import torch
 
 from ops.registry import REFERENCES, OpSet
 from ops.spec import Capability
-from rank_worker.device import open_device
-from rank_worker.moe import packed_bank
+from rank_worker.device import open_device, packed_bank
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

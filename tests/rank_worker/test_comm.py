@@ -242,11 +242,15 @@ def test_a_gang_of_one_opens_nothing() -> None:
 def test_the_choice_follows_device_and_machine(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("platform.machine", lambda: "x86_64")
     assert choose_comm(EngineConfig(model_dir="")) == "shm"
-    assert choose_comm(EngineConfig(model_dir="", device="cuda")) == "gloo"
+    assert choose_comm(EngineConfig(model_dir="", device="cuda")) == "nccl"
+    assert choose_comm(EngineConfig(model_dir="", device="npu")) == "hccl"
     assert choose_comm(EngineConfig(model_dir="", comm="gloo")) == "gloo"
     monkeypatch.setattr("platform.machine", lambda: "aarch64")
     assert choose_comm(EngineConfig(model_dir="")) == "gloo"
     with pytest.raises(ConfigError, match="'shm' needs an x86-64 CPU, this is aarch64"):
         make_comm(EngineConfig(model_dir="", comm="shm"), 0, 2)
-    with pytest.raises(ConfigError, match="'nccl' is not built in"):
-        make_comm(EngineConfig(model_dir="", comm="nccl"), 0, 2)
+    with pytest.raises(ConfigError, match="'mpi' is not built in"):
+        make_comm(EngineConfig(model_dir="", comm="mpi"), 0, 2)
+    for device, comm in (("cpu", "nccl"), ("cuda", "gloo"), ("npu", "shm")):
+        with pytest.raises(ConfigError, match=f"'{comm}' does not carry tensors of {device}"):
+            make_comm(EngineConfig(model_dir="", device=device, comm=comm), 0, 2)

@@ -1,0 +1,63 @@
+"""What Ascend chips offer beside the reference, and on which they do."""
+
+from __future__ import annotations
+
+import torch
+
+from ops.npu import attention, delta, experts, norms, rope
+from ops.npu.manifest import TORCH_NPU_VERSIONS
+from ops.npu.soc import find_soc
+from ops.registry import register
+from ops.spec import Capability, Implementation, Requirement
+from placement.errors import ConfigError
+
+_BACKEND = "npu"
+COMPONENT = "torch_npu"
+PROBED = "op:"  # component name of an operator's result in the capability file
+PASSED = "passed"
+
+
+def _runs_there(capability: Capability) -> str | None:
+    try:
+        soc = find_soc(capability.soc)
+    except ConfigError:
+        return f"chip {capability.soc!r} is not known"
+    if (reason := soc.refuses(capability.dtype)) is not None:
+        return reason
+    if capability.dtype is not torch.float16:
+        return "made for float16"
+    return _version_fits(capability.version(COMPONENT))
+
+
+def _version_fits(version: str | None) -> str | None:
+    low, high = (tuple(map(int, text.split("."))) for text in TORCH_NPU_VERSIONS)
+    if version is None:
+        return "no torch_npu"
+    found = tuple(int(part) for part in version.split(".")[:2] if part.isdigit())
+    if low <= found <= high:
+        return None
+    return f"torch_npu {version} is outside {' to '.join(TORCH_NPU_VERSIONS)}"
+
+
+def _unless_failed(op: str) -> Requirement:
+    """The capability file of this machine may have found that an operator is wrong there."""
+
+    def requires(capability: Capability) -> str | None:
+        result = capability.version(PROBED + op)
+        if result is not None and result != PASSED:
+            return f"the capability file says: {result}"
+        return _runs_there(capability)
+
+    return requires
+
+
+_OPERATORS = (
+    *norms.OPERATORS,
+    *rope.OPERATORS,
+    *experts.OPERATORS,
+    *attention.OPERATORS,
+    *delta.OPERATORS,
+)
+VARIANTS: tuple[Implementation, ...] = tuple(
+    register(f.__name__, f, _BACKEND, 1, _unless_failed(f.__name__)) for f in _OPERATORS
+)

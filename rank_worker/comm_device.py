@@ -1,0 +1,148 @@
+"""Collectives between chips: NCCL or HCCL for data, gloo for plans.
+
+One communicator a gang carries all traffic, because HCCL takes twice its buffer for each. Sums are
+gathered and added in rank order, as in `comm_gloo`: all ranks get equal bits, and no reduction of
+the library is needed, whose list of types is short on a 310P (no int64, no bf16). With each plan
+rank 0 tells how many collectives it has done, and which: a rank that did others is out of step.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+from collections.abc import Callable, Mapping
+from datetime import timedelta
+from typing import Any, cast
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch._C._distributed_c10d import PrefixStore
+
+from placement.config import EngineConfig
+from placement.errors import RankError
+from placement.topology import MIB, find_profile
+from rank_worker.comm_gloo import GlooComm, Group, broken
+from rank_worker.comm_store import Meeting
+
+_log = logging.getLogger(__name__)
+
+HCCL_TIMEOUT_STEP_S = 68  # HCCL_EXEC_TIMEOUT is rounded down to a multiple of it
+HCCL_TIMEOUT_MAX_S = 17340
+ORDER_WORDS = 2  # behind each plan: collectives so far, and a digest of which
+_DIGEST_MODULUS = (1 << 31) - 1
+_HCCL_DTYPES = (
+    torch.float16, torch.float32, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
+)  # fmt: skip
+GATHERED: Mapping[str, tuple[torch.dtype, ...]] = {
+    "hccl": _HCCL_DTYPES,
+    "nccl": (*_HCCL_DTYPES, torch.bfloat16),
+}
+
+
+def hccl_environment(config: EngineConfig) -> dict[str, str]:
+    """What HCCL is told before its first call, once a process.
+
+    The time limit is the step's, up to whole steps of HCCL. Unrolling on the host is the form
+    that takes every operator; the AI CPU's takes all-reduce alone, and only on one machine.
+    """
+    steps = math.ceil(config.step_timeout_s / HCCL_TIMEOUT_STEP_S)
+    limit_s = min(HCCL_TIMEOUT_MAX_S, HCCL_TIMEOUT_STEP_S * max(1, steps))
+    connect_s = min(7200, max(120, math.ceil(config.start_timeout_s)))
+    return {
+        "HCCL_BUFFSIZE": str(buffer_bytes(config) // MIB),
+        "HCCL_EXEC_TIMEOUT": str(limit_s),
+        "HCCL_CONNECT_TIMEOUT": str(connect_s),
+        "HCCL_OP_EXPANSION_MODE": "HOST",
+        "HCCL_DETERMINISTIC": "true",
+    }
+
+
+def buffer_bytes(config: EngineConfig) -> int:
+    """Of the communicator, as the plan's ledger has it."""
+    return find_profile(config.device, config.chip_profile).collective_buffer_bytes
+
+
+def _nccl_group(meeting: Meeting, config: EngineConfig) -> Group:
+    from torch._C._distributed_c10d import ProcessGroupNCCL
+
+    options = ProcessGroupNCCL.Options()
+    options._timeout = timedelta(seconds=config.step_timeout_s)
+    store = PrefixStore("data", meeting.store)
+    return cast(Group, ProcessGroupNCCL(store, meeting.rank, meeting.world_size, options))
+
+
+def _hccl_group(meeting: Meeting, config: EngineConfig) -> Group:
+    from torch_npu._C._distributed_c10d import ProcessGroupHCCL
+
+    for name, value in hccl_environment(config).items():
+        _log.info("%s=%s", name, os.environ.setdefault(name, value))
+    options = ProcessGroupHCCL.Options()
+    options.op_timeout = timedelta(seconds=config.step_timeout_s)
+    options.is_high_priority_stream = False  # reported to abort captures on a 310P
+    options.hccl_config = {"hccl_buffer_size": buffer_bytes(config) // MIB}
+    store = PrefixStore("data", meeting.store)
+    return cast(Group, ProcessGroupHCCL(store, meeting.rank, meeting.world_size, options))
+
+
+GROUPS: dict[str, Callable[[Meeting, EngineConfig], Group]] = {
+    "nccl": _nccl_group,
+    "hccl": _hccl_group,
+}
+
+
+class DeviceComm(GlooComm):
+    """Collectives on the stream of the model: they return before they are done."""
+
+    def __init__(self, meeting: Meeting, config: EngineConfig, name: str) -> None:
+        super().__init__(
+            meeting, config.step_timeout_s, name, lambda: GROUPS[name](meeting, config)
+        )
+        self._name, self._dtypes = name, GATHERED[name]
+        self._digest = 0
+
+    def send_plan(self, words: np.ndarray) -> None:
+        super().send_plan(np.concatenate([words, self._order()]))
+
+    def receive_plan(self) -> np.ndarray:
+        words = super().receive_plan()
+        words, theirs = words[:-ORDER_WORDS], words[-ORDER_WORDS:]
+        mine = self._order()
+        if not np.array_equal(mine, theirs):
+            epoch, step = (int(word) for word in words[2:4]) if len(words) > 3 else (-1, -1)
+            raise RankError(
+                f"rank {self.rank} did {mine[0]} collectives before epoch {epoch} step {step} and "
+                f"rank 0 did {theirs[0]}, or others: the gang is out of step and is restarted",
+                rank=self.rank, step=step, phase="plan",
+            )  # fmt: skip
+        return words
+
+    def barrier(self) -> None:
+        """On the host: work on the chips may go on."""
+        self._control.barrier()
+
+    def _order(self) -> np.ndarray:
+        return np.asarray([self._collectives, self._digest], dtype=np.int32)
+
+    def _gather(self, flat: Tensor, out: Tensor) -> None:
+        if flat.dtype not in self._dtypes:
+            known = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
+            raise RankError(
+                f"rank {self.rank}: {self._name} gathers {known}, not "
+                f"{str(flat.dtype).removeprefix('torch.')}; convert before the collective",
+                rank=self.rank, phase="collective",
+            )  # fmt: skip
+        self._collectives = (self._collectives + 1) % _DIGEST_MODULUS
+        kind = flat.numel() * 64 + self._dtypes.index(flat.dtype)
+        self._digest = (self._digest * 1_000_003 + kind) % _DIGEST_MODULUS
+        try:
+            cast(Any, self._data)._allgather_base(out.view(-1), flat).wait()
+        except RuntimeError as error:
+            raise broken(self.rank, "collective", error) from error
+
+
+def open_device_comm(meeting: Meeting, config: EngineConfig, name: str) -> DeviceComm:
+    comm = DeviceComm(meeting, config, name)
+    meeting.roll_call("groups")
+    return comm

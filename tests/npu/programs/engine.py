@@ -1,0 +1,180 @@
+"""One rank of the embedded model on a pretend chip: load, a prefill chunk, decode steps.
+
+python engine.py RANK PORT OPTIONS: OPTIONS is JSON, see Options; the last line of the output is
+JSON, see `main`. Nothing is computed, so what a step samples means nothing and the ranks'
+decisions are not compared; everything else is the engine as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from collections.abc import Callable
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).parents[3]
+sys.path.insert(0, str(ROOT))
+
+import torch  # noqa: E402
+from standin import Standin  # noqa: E402
+
+from placement.config import EngineConfig  # noqa: E402
+from placement.errors import NrankError  # noqa: E402
+from rank_worker.comm_store import listen  # noqa: E402
+from rank_worker.rank import Rank  # noqa: E402
+from rank_worker.runner import Runner  # noqa: E402
+from rank_worker.step_plan import (  # noqa: E402
+    Admit,
+    Opcode,
+    PageUpdate,
+    Row,
+    RowFlag,
+    StepPlan,
+)
+
+
+@dataclass(frozen=True)
+class Options:
+    """What a test asks for."""
+
+    ranks: int = 1
+    steps: int = 6
+    sequences: int = 2
+    prompt_tokens: int = 37
+    mtp: int = 0
+    dtype: str = "float16"
+    context_tokens: int = 512
+
+
+PAGE_TOKENS = 64
+
+
+def host_read(runner: Runner) -> None:
+    """An `.item()` in the decode loop."""
+    whole = runner.model.ops.route
+
+    def route(*arguments: Any) -> Any:
+        weights, ids = whole(*arguments)
+        ids[0, 0].item()
+        return weights, ids
+
+    runner.model.ops.route = route  # type: ignore[method-assign]
+
+
+def fresh_tensor(runner: Runner) -> None:
+    """A tensor that a step makes and nobody frees."""
+    whole, held = runner.model.ops.greedy, []
+
+    def greedy(logits: torch.Tensor) -> torch.Tensor:
+        held.append(torch.empty(1 << 20, dtype=torch.int8, device=logits.device))
+        return whole(logits)
+
+    runner.model.ops.greedy = greedy  # type: ignore[method-assign]
+    whole_local = runner.model.ops.sample_local
+
+    def sample_local(logits: torch.Tensor, *rest: Any) -> Any:
+        held.append(torch.empty(1 << 20, dtype=torch.int8, device=logits.device))
+        return whole_local(logits, *rest)
+
+    runner.model.ops.sample_local = sample_local  # type: ignore[method-assign]
+
+
+def refused_cast(runner: Runner) -> None:
+    """A detour through bf16."""
+    whole = runner.model.ops.linear
+    runner.model.ops.linear = lambda x, weight: whole(x.bfloat16().half(), weight)  # type: ignore
+
+
+FAULTS: dict[str, Callable[[Runner], None]] = {
+    "host_read": host_read,
+    "fresh_tensor": fresh_tensor,
+    "refused_cast": refused_cast,
+}
+
+
+def prefill(options: Options) -> StepPlan:
+    count, flags = options.prompt_tokens, RowFlag.PREFILL | RowFlag.SAMPLE
+    slots = range(options.sequences)
+    return StepPlan(
+        Opcode.STEP, 0, 1, False,
+        tuple(Admit(slot, 0.0, 0, 1.0, 0.0, 0, 0) for slot in slots),
+        tuple(PageUpdate(slot, 0, slot) for slot in slots),
+        tuple(Row(slot, 0, count, flags) for slot in slots),
+        tuple(range(100, 100 + count * options.sequences)),
+    )  # fmt: skip
+
+
+def decode(options: Options, step: int) -> StepPlan:
+    start = options.prompt_tokens + step
+    rows = tuple(Row(slot, start, 1, RowFlag.SAMPLE) for slot in range(options.sequences))
+    return StepPlan(Opcode.STEP, 0, step + 2, False, (), (), rows, ())
+
+
+def run_step(rank: Rank, standin: Standin, plan: StepPlan) -> dict[str, Any]:
+    """Executes a plan as the rank's loop does, and tells what it cost."""
+    assert rank.runner is not None
+    npu = torch.npu  # type: ignore[attr-defined]
+    standin.clear_trace()
+    before, allocated = standin.counts(), npu.memory_allocated()
+    sampled = rank.runner.execute(plan)
+    if rank.rank == 0:
+        sampled.tolist()
+    del sampled
+    counts = asdict(standin.counts().since(before))
+    kept = npu.memory_allocated() - allocated
+    return {"counts": counts, "kept_bytes": kept, "trace": standin.trace()}
+
+
+def main(index: int, port: int, options: Options) -> dict[str, Any]:
+    config = EngineConfig(
+        model_dir=str(ROOT / "deploy" / "models" / "tiny-flash-next"), ranks=options.ranks,
+        device="npu", dtype=options.dtype, context_tokens=options.context_tokens,
+        max_sequences=4, chips=4, mtp=options.mtp, page_tokens=PAGE_TOKENS, start_timeout_s=60.0,
+    )  # fmt: skip
+    Runner._check_decisions = lambda *_: None  # type: ignore[method-assign]
+    rank = Rank(config, index, options.ranks)
+    if options.ranks > 1 and index == 0:
+        rank._store, port = listen("127.0.0.1", 60.0)
+        print(f"port {port}", flush=True)
+    rank.open(port)
+    npu, standin = torch.npu, Standin()  # type: ignore[attr-defined]
+    npu.empty_cache()
+    before = npu.memory_allocated()
+    rank.load()
+    assert rank.runner is not None
+    assert rank.plan is not None
+    loaded = npu.memory_allocated() - before
+    result = {
+        "soc": npu.get_device_name(npu.current_device()),
+        "planned": dict(rank.plan.ranks[index].rows),
+        "allocated": loaded,
+        "ops": {one.op: one.implementation for one in rank.runner.model.ops.op_info()},
+        "prefill": run_step(rank, standin, prefill(options)),
+    }
+    steps = [run_step(rank, standin, decode(options, step)) for step in range(options.steps)]
+    return {**result, "steps": steps, "faults": with_faults(rank, standin, options)}
+
+
+def with_faults(rank: Rank, standin: Standin, options: Options) -> dict[str, list[Any]]:
+    """Two steps with each fault, which is taken out again."""
+    assert rank.runner is not None
+    told = {}
+    for index, (name, seed) in enumerate(FAULTS.items()):
+        whole = dict(vars(rank.runner.model.ops))
+        seed(rank.runner)
+        first = options.steps + 2 * index
+        told[name] = [run_step(rank, standin, decode(options, step)) for step in (first, first + 1)]
+        vars(rank.runner.model.ops).update(whole)
+    return told
+
+
+if __name__ == "__main__":
+    try:
+        told = main(int(sys.argv[1]), int(sys.argv[2]), Options(**json.loads(sys.argv[3])))
+    except NrankError as error:
+        told = {"error": str(error)}
+    print(json.dumps(told), flush=True)
+    os._exit(0)
