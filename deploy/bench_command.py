@@ -10,7 +10,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -99,24 +99,29 @@ def run(arguments: argparse.Namespace) -> int:
 
         require_place(arguments.out)
     if arguments.ops:
-        result, code = run_ops(arguments)
+        outcome = run_ops(arguments)
     elif arguments.against is not None:
-        result, code = run_against(arguments), 0
+        outcome = run_against(arguments)
     else:
-        result, code = run_speed(arguments), 0
-    hand_over(result, arguments)
-    return code
-
-
-def hand_over(result: dict[str, Any], arguments: argparse.Namespace) -> None:
-    """The line of JSON to a file and to stdout, as asked."""
-    line = json.dumps(result)
-    if arguments.out:
+        outcome = run_speed(arguments)
+    line = json.dumps(outcome.result)
+    if arguments.out:  # first: whoever reads the tables may close the pipe
         from deploy.bench.results import write_result
 
         write_result(arguments.out, line)
+    outcome.show()
     if arguments.json:
         print(line)
+    return outcome.code
+
+
+@dataclass(frozen=True)
+class Outcome:
+    """What was measured, as JSON, and how to print it for people."""
+
+    result: dict[str, Any]
+    show: Callable[[], None]
+    code: int = 0
 
 
 def run_compare(old: str, new: str) -> int:
@@ -127,7 +132,7 @@ def run_compare(old: str, new: str) -> int:
     return 1 if found.count(Verdict.SLOWER) else 0
 
 
-def run_ops(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
+def run_ops(arguments: argparse.Namespace) -> Outcome:
     from deploy.bench.op_cases import CASES
     from deploy.bench.op_packed_cases import PACKED_CASES
     from deploy.bench.op_report import MeasuredOps, ops_json, print_ops
@@ -139,11 +144,11 @@ def run_ops(arguments: argparse.Namespace) -> tuple[dict[str, Any], int]:
     measured = MeasuredOps(
         origin, Ending.now(), THREADS_PER_RANK, arguments.repeats, rows, without_inputs(cases)
     )
-    print_ops(measured)
-    return ops_json(measured), 0 if all(row.is_equal for row in rows) else 1
+    code = 0 if all(row.is_equal for row in rows) else 1
+    return Outcome(ops_json(measured), lambda: print_ops(measured), code)
 
 
-def run_against(arguments: argparse.Namespace) -> dict[str, Any]:
+def run_against(arguments: argparse.Namespace) -> Outcome:
     from deploy.bench.against import Pair, measure_pairs
     from deploy.bench.against_report import MeasuredPairs, pairs_json, print_pairs
     from deploy.bench.engine_system import EngineSystem
@@ -161,7 +166,8 @@ def run_against(arguments: argparse.Namespace) -> dict[str, Any]:
     rounds, left_out = make_rounds(sides.limits(), sizes, repeats)
     with ExitStack() as stack:
         a, b = (EngineSystem.start(stack, c, n) for n, c in (("A", sides.a), ("B", sides.b)))
-        celsius = stack.enter_context(chip_heat(sides.a.device, max(a.ranks, b.ranks)))
+        hot = sides.b if sides.a.device == "cpu" else sides.a
+        celsius = stack.enter_context(chip_heat(hot.device, max(a.ranks, b.ranks)))
         pair = Pair(a, b, has_same_ids=sides.a.dtype == sides.b.dtype)
         pairs = measure_pairs(pair, rounds, left_out, celsius)
     measured = MeasuredPairs(
@@ -169,11 +175,10 @@ def run_against(arguments: argparse.Namespace) -> dict[str, Any]:
         checkpoint_hash(model_dir), THREADS_PER_RANK, repeats,
         fingerprints([one.workloads[0] for one in rounds]), pairs,
     )  # fmt: skip
-    print_pairs(measured)
-    return pairs_json(measured)
+    return Outcome(pairs_json(measured), lambda: print_pairs(measured))
 
 
-def run_speed(arguments: argparse.Namespace) -> dict[str, Any]:
+def run_speed(arguments: argparse.Namespace) -> Outcome:
     from deploy.bench.gains import measure_gains
     from deploy.bench.heat import chip_heat
     from deploy.bench.measure import measure
@@ -202,8 +207,7 @@ def run_speed(arguments: argparse.Namespace) -> dict[str, Any]:
     )  # fmt: skip
     prompts = fingerprints([*workloads, *gain_workloads.all()])
     measured = Measured(origin, ending, settings, prompts, rows, gains)
-    print_report(measured, PEERS[0])
-    return to_json(measured)
+    return Outcome(to_json(measured), lambda: print_report(measured, PEERS[0]))
 
 
 @dataclass(frozen=True)

@@ -11,7 +11,7 @@ from deploy.bench.against import PairRow, PairRows, SideRow
 from deploy.bench.cells import cell, make_console, make_table, ratio_cell, split_table
 from deploy.bench.heat import celsius_text
 from deploy.bench.origin import Ending, Origin, machine_line
-from deploy.bench.results import SCHEMA, Kind
+from deploy.bench.results import MIN_REPEATS, SCHEMA, Kind
 from deploy.bench.sides import Sides
 from deploy.bench.workloads import Spread
 
@@ -75,14 +75,16 @@ def _gains(rows: Sequence[PairRow]) -> Table:
         a, b = row.a, row.b
         if row.decode_gain is not None:
             rates = cell(a.decode_tokens_per_s), cell(b.decode_tokens_per_s)
-            table.add_row(row.id, "decode tok/s", *rates, *_gain(row.decode_gain))
+            table.add_row(row.id, "decode tok/s", *rates, *_gain(row, row.decode_gain))
         times = cell(a.ttft_s, 1e3), cell(b.ttft_s, 1e3)
-        table.add_row(row.id, "TTFT ms", *times, *_gain(row.ttft_gain))
+        table.add_row(row.id, "TTFT ms", *times, *_gain(row, row.ttft_gain))
     return table
 
 
-def _gain(gain: Spread) -> tuple[str, str]:
-    """The ratio, and who was faster in every single round."""
+def _gain(row: PairRow, gain: Spread) -> tuple[str, str]:
+    """The ratio, and who was faster in every single round, where there are enough of them."""
+    if len(row.orders) < MIN_REPEATS:
+        return ratio_cell(gain), "too few rounds"
     if gain.min > 1:
         return ratio_cell(gain), "B faster"
     return ratio_cell(gain), "A faster" if gain.max < 1 else "neither"

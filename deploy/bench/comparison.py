@@ -14,11 +14,10 @@ from math import comb
 
 from deploy.bench.cells import make_console, make_table
 from deploy.bench.origin import machine_of
-from deploy.bench.results import BROKEN, Better, Key, Result, leaves, read_result
+from deploy.bench.results import BROKEN, MIN_REPEATS, Better, Key, Result, leaves, read_result
 from deploy.bench.workloads import Spread
 from placement.errors import ConfigError
 
-MIN_REPEATS = 3  # of fewer runs least and greatest are no spread
 NO_SETTING = ("settings.repeats", "settings.model")  # told apart, or a mere path
 
 

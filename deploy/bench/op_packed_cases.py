@@ -15,6 +15,7 @@ from torch import Tensor
 from deploy.bench.op_cases import (
     DECODE_ROWS,
     DTYPES,
+    EXPERT_SETS,
     HEAD_DIM,
     HIDDEN,
     INNER,
@@ -35,7 +36,6 @@ from ops.lowbit.packed import Packed
 from placement.formats import W4G128, W8_SYM, WeightFormat
 
 FORMATS = (W4G128, W8_SYM)
-EXPERT_SETS = 3
 
 
 def packed_weight(form: WeightFormat, outputs: int, inputs: int) -> Packed:
@@ -89,7 +89,7 @@ def _format_cases(rows: int, form: WeightFormat, is_a8: bool) -> Iterator[OpCase
         lambda dtype: [linear_arguments(dtype, rows, form, is_a8)], rows, dtypes,
     )  # fmt: skip
     yield OpCase(
-        "packed_experts", f"{rows} x top 10 {text}",
+        "packed_experts", f"{rows}x{TOP_K} {text}",
         lambda dtype: expert_arguments(dtype, rows, form, is_a8), rows, dtypes,
     )  # fmt: skip
 

@@ -6,11 +6,10 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from deploy.bench.cells import make_console, make_table, ratio_cell
+from deploy.bench.cells import cell, make_console, make_table, ratio_cell
 from deploy.bench.op_times import OpRow
 from deploy.bench.origin import Ending, Origin, machine_line
 from deploy.bench.results import SCHEMA, Kind
-from deploy.bench.workloads import Spread
 
 LABEL = "ops alone: decides nothing; the end-to-end rows decide"
 
@@ -43,13 +42,13 @@ def ops_json(measured: MeasuredOps) -> dict[str, Any]:
 
 def print_ops(measured: MeasuredOps) -> None:
     console = make_console()
-    headings = ("us a call", "x reference", "difference", "")
+    headings = ("us a call", "x reference", "difference")
     table = make_table(LABEL, ("operator and rows", "variant"), headings)
     last = ""
     for row in measured.rows:
         name = "" if row.id == last else row.id
         last = row.id
-        table.add_row(name, _short(row.system), *_figures(row))
+        table.add_row(name, _short(row), *_figures(row))
     console.print(table)
     if measured.without_inputs:
         console.print(f"no inputs here for: {', '.join(measured.without_inputs)}")
@@ -67,19 +66,14 @@ def print_ops(measured: MeasuredOps) -> None:
     console.print(LABEL)
 
 
-def _figures(row: OpRow) -> tuple[str, str, str, str]:
-    mark = "*" if row.is_in_use else ""
+def _figures(row: OpRow) -> tuple[str, str, str]:
     if row.seconds is None or row.speedup is None:
-        return "not timed", "-", f"{row.difference:.1e} WRONG", mark
-    off = f"{row.difference:.1e}" if row.difference else "-"
-    return _us(row.seconds), ratio_cell(row.speedup), off, mark
+        return "not timed", "-", f"{row.difference:.1e} WRONG"
+    if row.is_reference:
+        return cell(row.seconds, 1e6), "-", "-"
+    return cell(row.seconds, 1e6), ratio_cell(row.speedup), f"{row.difference:.0e}"
 
 
-def _us(seconds: Spread) -> str:
-    low, high = (f"{value * 1e6:.3g}" for value in (seconds.min, seconds.max))
-    return f"{seconds.median * 1e6:.4g} ({low}-{high})"
-
-
-def _short(system: str) -> str:
-    """The module, which tells variants of one operator apart."""
-    return system.removeprefix("ops.").rpartition(".")[0]
+def _short(row: OpRow) -> str:
+    """The module, which tells variants of one operator apart, and whether it is in use."""
+    return row.system.removeprefix("ops.").rpartition(".")[0] + " *" * row.is_in_use

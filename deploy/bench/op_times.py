@@ -38,6 +38,7 @@ class OpRow:
     id: str
     system: str
     dtype: str
+    is_reference: bool
     is_in_use: bool  # it is what a rank takes
     is_equal: bool
     difference: float
@@ -86,26 +87,29 @@ def _measure_case(
     known: Sequence[Implementation], repeats: int, round_s: float,
 ) -> list[OpRow]:  # fmt: skip
     torch.manual_seed(SEED)
-    sets, tolerance = case.make(dtype), TOLERANCES[dtype]
+    sets, tolerance, reference = case.make(dtype), TOLERANCES[dtype], REFERENCES[case.op]
     used = resolve(case.op, Capability(BACKEND, dtype=dtype), known).implementation
-    all_of_them = [REFERENCES[case.op], *able]
-    worst = [_checked(case, one, sets) for one in all_of_them]
-    right = [
-        one for one, off in zip(all_of_them, worst, strict=True) if off <= tolerance
-    ]  # a NaN is not
-    times = _take_turns(right, sets, repeats, round_s)
-    base = times[REFERENCES[case.op].name]
+    found = [(one, _checked(case, one, sets)) for one in (reference, *able)]
+    times = _take_turns([one for one, off in found if off <= tolerance], sets, repeats, round_s)
     rows = []
-    for one, off in zip(all_of_them, worst, strict=True):
-        mine = times.get(one.name)
-        gains = [a / b for a, b in zip(base, mine, strict=True)] if mine else None
+    for one, off in found:
+        mine = times.get(one.name, [])
+        base = times[reference.name] if mine else []
+        gains = [a / b for a, b in zip(base, mine, strict=True)]
         rows.append(
             OpRow(
-                f"{case.id} {_name(dtype)}", one.name, _name(dtype), one.name == used.name,
-                bool(mine), off, tolerance, Spread.of(mine) if mine else None,
-                Spread.of(gains) if gains else None,
+                id=f"{case.id} {_name(dtype)}",
+                system=one.name,
+                dtype=_name(dtype),
+                is_reference=one is reference,
+                is_in_use=one.name == used.name,
+                is_equal=bool(mine),
+                difference=off,
+                tolerance=tolerance,
+                seconds=Spread.of(mine) if mine else None,
+                speedup=Spread.of(gains) if gains else None,
             )
-        )  # fmt: skip
+        )
     return rows
 
 

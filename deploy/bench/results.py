@@ -22,6 +22,7 @@ from placement.headers import require_regular
 
 BROKEN = (AttributeError, KeyError, TypeError, ValueError)  # what odd JSON leads to
 Key = tuple[str, str, str, str]  # workload, system, ranks, figure
+MIN_REPEATS = 3  # of fewer runs least and greatest are no spread
 SCHEMA = "nrank-bench/1"  # grows when a field changes its meaning
 
 

@@ -12,10 +12,13 @@ import pytest
 
 from deploy import cli
 from deploy.bench.against import Pair, Rounds, abba, measure_pairs
+from deploy.bench.against_report import MeasuredPairs, print_pairs
 from deploy.bench.heat import ChipHeat, chip_heat
-from deploy.bench.sides import make_rounds, make_sides, parse
+from deploy.bench.origin import Ending, Origin
+from deploy.bench.sides import Sides, make_rounds, make_sides, parse
 from deploy.bench.steps import StepTimes
 from deploy.bench.workloads import QUICK, Run, Workload
+from placement.config import EngineConfig
 from placement.errors import ConfigError, NrankError
 from rank_worker.device_sensors.reading import ChipReading, NodeReading
 
@@ -99,6 +102,28 @@ def test_a_gain_is_not_the_ratio_of_medians() -> None:
     assert row.decode_gain == row.ttft_gain
 
 
+@pytest.mark.parametrize(
+    ("speed", "rounds", "verdict"),
+    [(2.0, 3, "B faster"), (0.5, 3, "A faster"), (1.0, 3, "neither"), (2.0, 2, "too few rounds")],
+)
+def test_who_is_faster_is_said_where_all_of_enough_rounds_agree(
+    capsys: pytest.CaptureFixture[str], speed: float, rounds: int, verdict: str
+) -> None:
+    both = Pair(FakeSide("A", []), FakeSide("B", [], speed))
+    pairs = measure_pairs(both, [Rounds([WORKLOAD] * (1 + rounds))])
+    sides = Sides(EngineConfig("/m", mtp=2), EngineConfig("/m", mtp=0, prefix_cache=True))
+    origin, ending = Origin("abc", {"cpu": "some", "cores": 2}, (1, 1, 1)), Ending((2, 1, 1))
+    print_pairs(MeasuredPairs(origin, ending, sides, "x", 1, rounds, {}, pairs))
+    out = capsys.readouterr().out
+    lines = [line for line in out.splitlines() if " decode tok/s " in line or " TTFT ms " in line]
+    assert len(lines) == 2
+    for line in lines:
+        assert line.rstrip().endswith(verdict)
+        assert f" {speed:.2f} ({speed:.2f}-{speed:.2f}) " in line
+    assert "A: mtp=2, prefix_cache=off" in out
+    assert "B: mtp=0, prefix_cache=on" in out
+
+
 def test_cold_and_warm_runs_of_a_prompt_make_two_rows() -> None:
     log: list[str] = []
     both = Pair(FakeSide("A", log, cached=[0, 2] * 3), FakeSide("B", log))
@@ -166,7 +191,7 @@ def test_answers_that_end_at_once_have_no_decode_rate() -> None:
         ("", "mtp=9", "--against: mtp = '9': Input should be less than or equal to 4"),
         ("", "prefix_cache=maybe", "--against: prefix_cache = 'maybe': Input should be a valid b"),
         ("step_tokens=x", "mtp=0", "--base: step_tokens = 'x': Input should be a valid integer"),
-        ("", "device=npu", "--device npu is not built in yet"),
+        ("", "device=gpu", "--against: device = 'gpu': Input should be 'cpu', 'cuda' or 'npu'"),
         ("", "ranks=15", "14 experts"),
     ],
 )
