@@ -18,6 +18,7 @@ from typing import NoReturn
 from deploy import (
     bench_command,
     certify_command,
+    check_quality_command,
     doctor_command,
     eval_command,
     generate_command,
@@ -33,6 +34,7 @@ DONE, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = (
     serve_command, generate_command, plan_command, inspect_command, doctor_command,
     probe_command, report_command, bench_command, eval_command, certify_command,
+    check_quality_command,
 )  # fmt: skip
 TOP_LEVEL_NAMES = ("placement", "ops", "rank_worker", "cluster")
 
