@@ -1,10 +1,10 @@
 """The model once more, plainly: the whole sequence at once, one layer in memory, all in float32.
 
 What `nrank probe` compares a gang with. It shares with the engine the adapter and the loader (so
-the same numbers of the checkpoint) and the elementary functions of `ops.reference`, and nothing
-else: no ranks, reductions, caches, slots, pages, chunks, faster operators or packed layouts; the
-delta rule runs token by token, experts one by one, attention over a full mask. Tests compare its
-logits with those of transformers.
+the same numbers of the checkpoint, low-bit ones as the values that they stand for) and the
+elementary functions of `ops.reference`, and nothing else: no ranks, reductions, caches, slots,
+pages, chunks, faster operators or packed layouts; the delta rule runs token by token, experts one
+by one, attention over a full mask. Tests compare its logits with those of transformers.
 """
 
 from __future__ import annotations
@@ -27,13 +27,14 @@ from ops.reference.rope import apply_rope, rope_tables
 from ops.reference.select import index_keys
 from ops.reference.topk import stable_top_k
 from placement.config import EngineConfig
-from placement.ledger import loaded_tensors
+from placement.ledger import loaded_scales, loaded_tensors
 from placement.models.registry import load_model_spec, require_runnable
 from placement.partition import make_shares
 from placement.reads import plan_reads
 from placement.spec import GatedDeltaSpec, LayerSpec, ModelSpec, MoeSpec, SparseAttentionSpec
 from rank_worker.layer_tap import ALL_BLOCKS
 from rank_worker.loader import LoadCounter, Loader
+from rank_worker.packed_weights import PackedReader
 from rank_worker.weights import WeightSource
 
 Weights = Mapping[str, Tensor | Packed]
@@ -101,6 +102,7 @@ class PlainLayer:
         own = {role.removeprefix(prefix): weight for role, weight in weights.items()}
         banks = ("channel.experts_gate_up", "channel.experts_down")
         self._gate_up, self._down = (own.pop(name) for name in banks)
+        self._table = own.pop("ngram.table", None)
         self._w = {role: values_of(weight) for role, weight in own.items()}
 
     def inject_ngrams(self, streams: Tensor, token_ids: Tensor) -> Tensor:
@@ -114,7 +116,7 @@ class PlainLayer:
             torch.tensor(spec.multipliers), torch.tensor(spec.head_vocab_sizes),
             torch.tensor(spec.head_offsets),
         )  # fmt: skip
-        embedding = w["ngram.table"][hashed[0]].flatten(1)
+        embedding = self._rows(hashed[0]).flatten(1)
         scales = [
             unit_offset(w[f"ngram.norm_{name}"]).view(streams.shape[1:])
             for name in ("key", "query", "conv")
@@ -127,6 +129,13 @@ class PlainLayer:
         window = torch.zeros(spec.conv_window, conv_in.shape[1])
         y, _ = causal_conv_chunk(conv_in, conv, window, spec.ngram_size)
         return streams + gated + y.view(streams.shape)
+
+    def _rows(self, ids: Tensor) -> Tensor:
+        """[..., w] of the n-gram table, which has one scale where it is low-bit."""
+        assert self._table is not None
+        if isinstance(self._table, Packed):
+            return self._table.codes[ids].float() * self._table.scale.float()
+        return self._table[ids]
 
     def mix(self, streams: Tensor, blocks: Tensor | None = None) -> Heads:
         """With the blocks of tokens `blocks` [T, K] that queries see (-1: none, ALL_BLOCKS), or
@@ -266,9 +275,12 @@ class PlainModel:
         """CheckpointError or ConfigError for what can't be read."""
         self.spec, headers = load_model_spec(model_dir)
         require_runnable(self.spec)
-        tensors = loaded_tensors(EngineConfig(model_dir), self.spec)
-        reads = plan_reads(tensors, make_shares(self.spec, 1)[0], headers)
-        self._source = WeightSource(Loader(torch.float32, LoadCounter()), tensors, reads)
+        config, share = EngineConfig(model_dir), make_shares(self.spec, 1)[0]
+        scales = loaded_scales(config, self.spec)
+        tensors = loaded_tensors(config, self.spec) + scales
+        reads = plan_reads(tensors, share, headers)
+        loader = Loader(torch.float32, LoadCounter())
+        self._source = WeightSource(loader, tensors, reads, PackedReader(share, scales))
         taken: Weights = self._source.take("embed", "head", "final_mixer.")
         self._ends = {role: values_of(weight) for role, weight in taken.items()}
 

@@ -18,6 +18,7 @@ import torch
 from safetensors import safe_open
 from torch import Tensor
 
+from deploy.chip_guard import guard_of
 from deploy.prompts import Job
 from placement.config import EngineConfig
 from placement.errors import RankError
@@ -89,7 +90,7 @@ def recorded(
     plan = prepare(alone).plan  # refused before a process is started
     with tempfile.TemporaryDirectory(prefix="nrank-probe-") as folder:
         maker = partial(make_rank, folder=folder)
-        with launch_engine(alone, on_progress, make_rank=maker) as engine:
+        with launch_engine(alone, on_progress, guard_of(alone), maker) as engine:
             started()
             request = EngineRequest("probe", job.prompt_ids, job.max_tokens, ignore_eos=True)
             result = engine.generate([request])[0]

@@ -63,7 +63,7 @@ class UnreducedShared(FaultyRank):
 
         def without(gate_up: Tensor, gate: Tensor) -> Tensor:
             shared: Tensor = swiglu(gate_up, gate)
-            withheld.append(channel.ops.linear(shared, channel.shared_down))
+            withheld.append(channel.shared_down(shared))
             return torch.zeros_like(shared)
 
         def with_own(streams: Tensor, weights: Tensor, y: Tensor) -> Tensor:
@@ -78,15 +78,18 @@ class LoudExpert(FaultyRank):
     """The rank's first expert is eight times too loud in its memory; the checkpoint is whole."""
 
     def spoil(self, model: Model, layer: Layer) -> None:
-        layer.channel.down[0] *= 8
+        bank = layer.channel.experts.down
+        assert isinstance(bank, Tensor)
+        bank[0] *= 8
 
 
 class OtherRouter(FaultyRank):
     """Two experts' rows of the router are exchanged."""
 
     def spoil(self, model: Model, layer: Layer) -> None:
-        rows = layer.channel.in_proj[:2].clone()
-        layer.channel.in_proj[:2] = rows.flip(0)
+        weight = layer.channel.in_proj.weights[0]
+        assert isinstance(weight, Tensor)
+        weight[:2] = weight[:2].flip(0)
 
 
 class OtherNgrams(FaultyRank):
@@ -97,7 +100,9 @@ class OtherNgrams(FaultyRank):
 
 class OtherHead(FaultyRank):
     def spoil(self, model: Model, layer: Layer) -> None:
-        model.head *= 1.1
+        weight = model.head.weights[0]
+        assert isinstance(weight, Tensor)
+        weight *= 1.1
 
 
 class OwnSum(FaultyRank):

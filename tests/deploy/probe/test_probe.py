@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from pathlib import Path
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -22,6 +23,7 @@ from tests.deploy.probe.faulty_ranks import (
     UnreducedShared,
     WrongGates,
 )
+from tests.golden import lowbit_checkpoint
 
 Found = set[tuple[str, int, int]]
 slow = pytest.mark.slow
@@ -137,6 +139,16 @@ def test_half_precision_is_within_its_bounds(
     for folder in (embedded_model_dir, production_heads, random_checkpoint(layers=4)):
         code, report = probed(folder, ranks, flags=flags)
         assert (code, report["findings"]) == (0, [])
+
+
+@slow
+@pytest.mark.parametrize("recipe", ["w4g128", "w4-w8-dense", "fp8", "nvfp4"])
+def test_low_bit_weights_are_compared_as_what_they_stand_for(
+    probed: Probe, tiny_checkpoint: ModuleType, tmp_path: Path, recipe: str
+) -> None:
+    pair = lowbit_checkpoint.write(tiny_checkpoint, recipe, tmp_path)
+    code, report = probed(pair.packed, 2)
+    assert (code, report["findings"]) == (0, [])
 
 
 @slow
