@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any
 from deploy.bench.against import PairRow, PairRows, SideRow
 from deploy.bench.cells import cell, make_console, make_table, ratio_cell, split_table
 from deploy.bench.heat import celsius_text
-from deploy.bench.origin import Ending, Origin, machine_line
+from deploy.bench.origin import Ending, Origin, busy_of, machine_line
 from deploy.bench.results import MIN_REPEATS, SCHEMA, Kind
 from deploy.bench.sides import Sides
 from deploy.bench.workloads import Spread
@@ -126,6 +126,7 @@ def _notes(measured: MeasuredPairs) -> list[str]:
     lines += [
         f"{Path(sides.a.model_dir).name} in {sides.a.dtype}, commit {origin.commit}",
         machine_line(origin, measured.ending),
+        *busy_of({**asdict(origin), **asdict(measured.ending)}),
         f"median (min-max), rounds: {measured.repeats}, who goes first is drawn and turned round; "
         + ("same greedy ids from both" if same else "ids not compared, as the dtypes differ"),
     ]

@@ -13,7 +13,7 @@ from enum import StrEnum
 from math import comb
 
 from deploy.bench.cells import make_console, make_table
-from deploy.bench.origin import machine_of
+from deploy.bench.origin import busy_of, machine_of
 from deploy.bench.results import BROKEN, MIN_REPEATS, Better, Key, Result, leaves, read_result
 from deploy.bench.workloads import Spread
 from placement.errors import ConfigError
@@ -24,7 +24,16 @@ NO_SETTING = ("settings.repeats", "settings.model")  # told apart, or a mere pat
 class Verdict(StrEnum):
     FASTER = "faster"
     SLOWER = "slower"
+    CHANGED = "changed"  # a ratio, of which neither way is better
     NO_CLAIM = "no claim"  # the spreads overlap
+
+
+COUNTED = {
+    Verdict.SLOWER: "slower",
+    Verdict.FASTER: "faster",
+    Verdict.CHANGED: "ratios changed",
+    Verdict.NO_CLAIM: "without a claim as spreads overlap",
+}
 
 
 @dataclass(frozen=True)
@@ -85,11 +94,11 @@ def compare_files(old_path: str, new_path: str) -> Comparison:
 
 def verdict_of(old: Spread, new: Spread, better: Better) -> Verdict:
     """Touching spreads overlap."""
-    if new.min > old.max:
-        return Verdict.FASTER if better is Better.MORE else Verdict.SLOWER
-    if new.max < old.min:
-        return Verdict.SLOWER if better is Better.MORE else Verdict.FASTER
-    return Verdict.NO_CLAIM
+    if old.min <= new.max and new.min <= old.max:
+        return Verdict.NO_CLAIM
+    if better is Better.NEITHER:
+        return Verdict.CHANGED
+    return Verdict.FASTER if (new.min > old.max) is (better is Better.MORE) else Verdict.SLOWER
 
 
 def _require_same_work(old: Result, new: Result) -> None:
@@ -122,7 +131,10 @@ def _differences(old: Result, new: Result) -> list[str]:
             if name not in NO_SETTING and was.get(name) != now.get(name):
                 label = "other machine: " if what == "machine" else ""
                 notes.append(f"{label}{name}: {was.get(name)} -> {now.get(name)}")
-    return [*notes, f"old: {machine_of(old.values)}", f"new: {machine_of(new.values)}"]
+    for name, result in (("old", old), ("new", new)):
+        notes.append(f"{name}: {machine_of(result.values)}")
+        notes += busy_of(result.values)
+    return notes
 
 
 def _only_in_one(old: Sequence[Key], new: Sequence[Key]) -> list[str]:
@@ -150,11 +162,11 @@ def print_comparison(found: Comparison) -> None:
     console.print(table)
     for note in found.notes:
         console.print(note)
-    slower, total = found.count(Verdict.SLOWER), len(found.changes)
+    counts = (f"{found.count(verdict)} {text}" for verdict, text in COUNTED.items())
+    total = len(found.changes)
     console.print(
-        f"{total} figures: {slower} slower, {found.count(Verdict.FASTER)} faster, "
-        f"{found.count(Verdict.NO_CLAIM)} without a claim as spreads overlap; about "
-        f"{found.chance * total:.1g} would be called slower by chance"
+        f"{total} figures: {', '.join(counts)}; about {found.chance * total:.1g} would be called "
+        f"slower by chance"
     )
 
 

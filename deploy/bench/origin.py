@@ -66,6 +66,18 @@ def machine_of(result: Mapping[str, Any]) -> str:
     )
 
 
+def busy_of(result: Mapping[str, Any]) -> list[str]:
+    """A line where more wanted to run than there are cores."""
+    loads = [result[name][0] for name in ("load_average", "load_average_end") if result.get(name)]
+    cores = (result.get("machine") or {}).get("cores")
+    if not cores or max(loads, default=0.0) <= cores:
+        return []
+    return [
+        f"the machine was busy: a load of {max(loads):.1f} on {cores} cores; times and rates are "
+        f"those of a busy machine, ratios of runs side by side still hold"
+    ]
+
+
 def _cpu_model() -> str:
     if CPU_INFO.is_file():
         for line in CPU_INFO.read_text(encoding="utf-8", errors="replace").splitlines():

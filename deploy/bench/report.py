@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from deploy.bench.cells import cell, make_console, make_table, ratio_cell, split_table
 from deploy.bench.gains import DraftRow, Gains, PrefixRow, StreamRow
-from deploy.bench.origin import Ending, Origin, machine_line
+from deploy.bench.origin import Ending, Origin, busy_of, machine_line
 from deploy.bench.results import SCHEMA, Kind
 from deploy.bench.workloads import Row
 
@@ -145,6 +145,7 @@ def _notes(measured: Measured) -> list[str]:
     notes = [
         f"{Path(settings.model).name} in {settings.dtype}, commit {origin.commit}",
         machine_line(origin, measured.ending),
+        *busy_of({**asdict(origin), **asdict(measured.ending)}),
         f"median (min-max), repeats: {settings.repeats}, systems in turns, threads a rank: "
         f"{settings.threads_per_rank}, same greedy ids from all systems",
     ]

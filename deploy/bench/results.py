@@ -35,6 +35,7 @@ class Kind(StrEnum):
 class Better(StrEnum):
     MORE = "more"
     LESS = "less"
+    NEITHER = "neither"  # a ratio of two figures that may both move
 
 
 # Where rows stand in a result, and which of their figures say how fast something is.
@@ -47,7 +48,7 @@ TABLES: Mapping[str, Mapping[str, Better]] = {
     "gains.drafts": {
         "plain_tokens_per_s": Better.MORE,
         "drafted_tokens_per_s": Better.MORE,
-        "speedup": Better.MORE,
+        "speedup": Better.NEITHER,
     },
     "gains.prefixes": {"cold_ttft_s": Better.LESS, "warm_ttft_s": Better.LESS},
     "gains.streams": {
@@ -58,10 +59,10 @@ TABLES: Mapping[str, Mapping[str, Better]] = {
     "pairs": {
         "a.decode_tokens_per_s": Better.MORE,
         "b.decode_tokens_per_s": Better.MORE,
-        "decode_gain": Better.MORE,
+        "decode_gain": Better.NEITHER,
         "a.ttft_s": Better.LESS,
         "b.ttft_s": Better.LESS,
-        "ttft_gain": Better.MORE,
+        "ttft_gain": Better.NEITHER,
     },
     "ops": {"seconds": Better.LESS},
 }

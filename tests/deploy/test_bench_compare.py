@@ -98,6 +98,16 @@ def test_less_time_is_faster() -> None:
     assert verdict_of(new, old, Better.LESS) is Verdict.SLOWER
     assert verdict_of(old, new, Better.MORE) is Verdict.SLOWER
     assert verdict_of(new, old, Better.MORE) is Verdict.FASTER
+    assert verdict_of(new, old, Better.NEITHER) is Verdict.CHANGED
+    assert verdict_of(old, new, Better.NEITHER) is Verdict.CHANGED
+
+
+def test_a_busy_machine_is_told(compare: Compare) -> None:
+    busy = result(load_average=[0.5, 9, 9], load_average_end=[2.5, 9, 9])
+    lines = compare(busy, result())[1].splitlines()
+    (line,) = (line for line in lines if "the machine was busy" in line)
+    assert line.startswith("the machine was busy: a load of 2.5 on 2 cores")
+    assert lines[lines.index(line) - 1].startswith("old: ")
 
 
 def test_a_slower_prefill_beside_a_stream_fails(compare: Compare) -> None:
@@ -134,7 +144,7 @@ def test_fewer_than_three_repeats_claim_nothing(compare: Compare) -> None:
     code, out, _ = compare(result(), new)
     assert code == 0
     assert "5 and 2 repeats: nothing is claimed below 3" in out
-    assert "4 figures: 0 slower, 0 faster, 4 without a claim" in out
+    assert "4 figures: 0 slower, 0 faster, 0 ratios changed, 4 without a claim" in out
 
 
 def test_whatever_else_has_moved_is_listed(compare: Compare) -> None:
