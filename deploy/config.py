@@ -63,6 +63,7 @@ class ServeConfig(BaseModel):
     decode_share: float = Field(0.55, ge=0, lt=1)  # of their rate that answers keep beside prefill
     check_interval_steps: int = Field(64, ge=1)
     check_contracts: bool = False
+    graphs: bool = True  # decode steps are recorded and replayed, on devices that can
     int8_activations: bool = False  # inputs of products with packed weights in 8 bits
     comm: Literal["auto", "shm", "gloo"] = "auto"
     load_timeout_s: float = Field(600.0, gt=0)

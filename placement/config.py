@@ -32,6 +32,7 @@ class EngineConfig:
     decode_share: float = 0.55  # of their own rate that running answers keep beside prefill
     check_interval_steps: int = 64  # decisions of all ranks are compared this often
     check_contracts: bool = False  # ops verify ids, slots and shapes before they run
+    graphs: bool = True  # decode steps are recorded and replayed, on devices that can
     int8_activations: bool = False  # inputs of products with packed weights in 8 bits
     comm: str = "auto"  # auto | shm | gloo | nccl | hccl
     load_timeout_s: float = 600.0

@@ -162,7 +162,7 @@ class AcceleratorDevice:
         if self._pool is None:
             self._pool = self.backend.graph_pool_handle()
         graph = self._graph()
-        with self.backend.graph(graph, pool=self._pool):
+        with self.backend.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
             result = function()
         return Recorded(graph, result)
 

@@ -186,6 +186,8 @@ class Rank:
         if self.config.mtp:
             self._measure_drafts()
         assert self.runner is not None
+        if self.config.graphs:
+            self.runner.record_graphs()
         self.runner.reset_counts()
         self.comm.barrier()
 

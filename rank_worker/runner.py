@@ -11,6 +11,7 @@ from placement.errors import RankError
 from placement.ledger import SLOT_ROWS
 from rank_worker.batch import BatchBuilder, StepBatch
 from rank_worker.comm import Comm
+from rank_worker.decode_graphs import DecodeGraphs, graph_sizes
 from rank_worker.draft import Drafter, DraftHead
 from rank_worker.logprobs import LogprobReader
 from rank_worker.model import Model
@@ -82,6 +83,7 @@ class Runner:
             head = DraftHead(parts, source, self.model)
             self.drafter = Drafter(head, self.builder, self.sampler, context_tokens)
         source.check_taken()
+        self.graphs = DecodeGraphs(parts.device, self.model, self.builder, context_tokens)
         self.logits_log: list[Tensor] | None = None  # a list here collects every step's logits
 
     @torch.inference_mode()
@@ -89,7 +91,8 @@ class Runner:
         """Runs one step; its new tokens stay on the device."""
         self._start_sequences(plan)
         batch = self.builder.build(plan)
-        logits, streams = self.model.forward(batch)
+        passes = self.graphs if self.graphs.takes(batch) else self.model
+        logits, streams = passes.forward(batch)
         if self.logits_log is not None:
             self.logits_log.append(logits.clone())
         ids = self.sampler.sample(
@@ -104,6 +107,12 @@ class Runner:
         if plan.check:
             self._check_decisions(batch, ids, plan.step)
         return sampled
+
+    @torch.inference_mode()
+    def record_graphs(self) -> None:
+        """Decode graphs, where the device has them. Leaves slot 0 as it is for a new sequence."""
+        limit = self.graphs.device.max_graphs(self.comm.world_size)
+        self.graphs.record(graph_sizes(self.store.num_slots, limit), self.comm)
 
     def _start_sequences(self, plan: StepPlan) -> None:
         """Keeps states of slots that go on or end, then readies those of new sequences."""
