@@ -88,8 +88,13 @@ struct RowScales {
     }
 };
 
+// CHUNK codes as signed bytes, in registers where there are some for them.
 struct Bytes {
+#ifdef __AVX2__
+    __m128i half[2];
+#else
     int8_t at[CHUNK];
+#endif
 };
 
 alignas(16) constexpr int8_t SIGNED4[16] = {0, 1, 2, 3, 4, 5, 6, 7, -8, -7, -6, -5, -4, -3, -2, -1};
@@ -103,51 +108,66 @@ constexpr const int8_t* levels() {
     return KIND == INT2 ? SIGNED2 : KIND == INT4 ? SIGNED4 : FLOAT4;
 }
 
-// N codes (32 or 16) from p on, as signed bytes.
+#ifdef __AVX2__
+
+// N codes (32 or 16) from p on.
 template <int KIND, int N>
 inline Bytes decode(const uint8_t* p) {
-    Bytes out;
-    if constexpr (KIND == INT8) {
-        std::memcpy(out.at, p, N);
-        return out;
-    }
-#ifdef __AVX2__
-    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(levels<KIND>()));
-    const __m128i low = _mm_set1_epi8(15);
-    if constexpr (KIND == INT2) {
-        const __m128i two = _mm_set1_epi8(3);
-        const __m128i v = _mm_loadl_epi64(reinterpret_cast<const __m128i*>(p));
-        const __m128i nibbles = _mm_unpacklo_epi8(
-            _mm_and_si128(v, low), _mm_and_si128(_mm_srli_epi16(v, 4), low));
-        const __m128i a = _mm_shuffle_epi8(table, _mm_and_si128(nibbles, two));
-        const __m128i b =
-            _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(nibbles, 2), two));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out.at), _mm_unpacklo_epi8(a, b));
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out.at) + 1, _mm_unpackhi_epi8(a, b));
-        return out;
-    }
     const auto from = reinterpret_cast<const __m128i*>(p);
-    const __m128i v = N == CHUNK ? _mm_loadu_si128(from) : _mm_loadl_epi64(from);
-    const __m128i a = _mm_shuffle_epi8(table, _mm_and_si128(v, low));
-    const __m128i b = _mm_shuffle_epi8(table, _mm_and_si128(_mm_srli_epi16(v, 4), low));
-    _mm_storeu_si128(reinterpret_cast<__m128i*>(out.at), _mm_unpacklo_epi8(a, b));
-    if constexpr (N == CHUNK)
-        _mm_storeu_si128(reinterpret_cast<__m128i*>(out.at) + 1, _mm_unpackhi_epi8(a, b));
-#else
-    constexpr int BITS = KIND == INT2 ? 2 : 4;
-    for (int i = 0; i < N; ++i)
-        out.at[i] = levels<KIND>()[p[i * BITS / 8] >> i * BITS % 8 & ((1 << BITS) - 1)];
-#endif
+    Bytes out;
+    out.half[1] = _mm_setzero_si128();
+    if constexpr (KIND == INT8) {
+        out.half[0] = _mm_loadu_si128(from);
+        if constexpr (N == CHUNK) out.half[1] = _mm_loadu_si128(from + 1);
+        return out;
+    }
+    const __m128i table = _mm_load_si128(reinterpret_cast<const __m128i*>(levels<KIND>()));
+    const __m128i low = _mm_set1_epi8(15), two = _mm_set1_epi8(3);
+    const bool is_whole = KIND != INT2 && N == CHUNK;
+    __m128i v = is_whole ? _mm_loadu_si128(from) : _mm_loadl_epi64(from);
+    __m128i a = _mm_and_si128(v, low), b = _mm_and_si128(_mm_srli_epi16(v, 4), low);
+    if constexpr (KIND == INT2) {  // pairs of codes first
+        v = _mm_unpacklo_epi8(a, b);
+        a = _mm_and_si128(v, two);
+        b = _mm_and_si128(_mm_srli_epi16(v, 2), two);
+    }
+    a = _mm_shuffle_epi8(table, a);
+    b = _mm_shuffle_epi8(table, b);
+    out.half[0] = _mm_unpacklo_epi8(a, b);
+    if constexpr (N == CHUNK) out.half[1] = _mm_unpackhi_epi8(a, b);
     return out;
 }
 
-typedef int8_t bytes_of_vec __attribute__((vector_size(LANES)));
-
-inline vec floats_of(const int8_t* p) {
-    bytes_of_vec v;
-    std::memcpy(&v, p, LANES);
-    return __builtin_convertvector(v, vec);
+// LANES of the codes from `first` on.
+inline vec floats_of(const Bytes& b, int64_t first) {
+    const __m128i half = b.half[first / 16];
+#ifdef __AVX512F__
+    return (vec)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(half));
+#else
+    const __m128i part = first % 16 ? _mm_srli_si128(half, 8) : half;
+    return (vec)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(part));
+#endif
 }
+
+#else
+
+template <int KIND, int N>
+inline Bytes decode(const uint8_t* p) {
+    Bytes out;
+    constexpr int BITS = KIND == INT2 ? 2 : KIND == INT8 ? 8 : 4;
+    for (int i = 0; i < N; ++i)
+        out.at[i] = KIND == INT8 ? static_cast<int8_t>(p[i])
+                                 : levels<KIND>()[p[i * BITS / 8] >> i * BITS % 8 & ((1 << BITS) - 1)];
+    return out;
+}
+
+inline vec floats_of(const Bytes& b, int64_t first) {
+    float all[LANES];
+    for (int64_t i = 0; i < LANES; ++i) all[i] = b.at[first + i];
+    return load(all);
+}
+
+#endif
 
 inline float sum_of(vec v) {
     float all[LANES], sum = 0.0f;
@@ -171,7 +191,7 @@ void dot_floats(const Packed& w, const uint8_t* codes, const RowScales& s, const
         for (; k + N <= end; k += N) {
             const Bytes b = decode<KIND, N>(codes + bytes_for(k, BITS));
             for (int64_t i = 0; i < N; i += LANES) {
-                const vec v = floats_of(b.at + i);
+                const vec v = floats_of(b, i);
                 for (int m = 0; m < M; ++m) part[m] += load(x + m * stride + k + i) * v;
             }
         }
@@ -189,18 +209,22 @@ void dot_floats(const Packed& w, const uint8_t* codes, const RowScales& s, const
 typedef int32_t ints __attribute__((vector_size(32)));
 typedef float eight __attribute__((vector_size(32)));
 
+inline eight floats_of(ints v) {
+#ifdef __AVX2__
+    return (eight)_mm256_cvtepi32_ps((__m256i)v);
+#else
+    return __builtin_convertvector(v, eight);
+#endif
+}
+
 // Sums of products of N signed bytes, added to eight running sums.
 template <int N>
 inline ints add_products(ints sums, const Bytes& a, const int8_t* b) {
 #ifdef __AVX2__
-    __m256i w, x;
-    if constexpr (N == CHUNK) {
-        w = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(a.at));
-        x = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b));
-    } else {
-        w = _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(a.at)));
-        x = _mm256_zextsi128_si256(_mm_loadu_si128(reinterpret_cast<const __m128i*>(b)));
-    }
+    const auto from = reinterpret_cast<const __m128i*>(b);
+    const __m256i w = _mm256_set_m128i(a.half[1], a.half[0]);
+    const __m256i x = N == CHUNK ? _mm256_loadu_si256(reinterpret_cast<const __m256i*>(b))
+                                 : _mm256_zextsi128_si256(_mm_loadu_si128(from));
     const __m256i size = _mm256_abs_epi8(w), with_sign = _mm256_sign_epi8(x, w);
 #if defined(__AVX512VNNI__) && defined(__AVX512VL__)
     return (ints)_mm256_dpbusd_epi32((__m256i)sums, size, with_sign);
@@ -230,7 +254,7 @@ void dot_bytes(const Packed& w, const uint8_t* codes, const RowScales& s, const 
             for (int m = 0; m < M; ++m) part[m] = add_products<N>(part[m], b, x + m * stride + k);
         }
         for (int m = 0; m < M; ++m)
-            total[m] += __builtin_convertvector(part[m], eight) * s.scale[g];
+            total[m] += floats_of(part[m]) * s.scale[g];
         if constexpr (KIND == INT8) {
             int32_t left[M] = {};
             for (; k < end; ++k)
@@ -354,7 +378,7 @@ void unpack_of(const Packed& w, int64_t expert, float* out) {
             for (; k + N <= end; k += N) {
                 const Bytes b = decode<KIND, N>(codes + bytes_for(k, w.bits));
                 for (int64_t i = 0; i < N; i += LANES)
-                    store(out + k + i, (floats_of(b.at + i) - zero) * scale);
+                    store(out + k + i, (floats_of(b, i) - zero) * scale);
             }
             for (; k < end; ++k)  // 8-bit codes only: the others come in whole chunks
                 out[k] = (static_cast<int8_t>(codes[k]) - zero) * scale;

@@ -45,6 +45,15 @@ class Packed:
             whole=None if self.whole is None else self.whole[index],
         )  # fmt: skip
 
+    def select(self, index: Tensor) -> Packed:
+        """The matrix of a bank at `index` [1], copied; the index isn't read on the host."""
+        return replace(
+            self, shape=self.shape[1:], codes=_selected(self.codes, index),
+            scale=_selected(self.scale, index),
+            zero=None if self.zero is None else self.zero.index_select(0, index)[0],
+            whole=None if self.whole is None else self.whole.index_select(0, index)[0],
+        )  # fmt: skip
+
     def __len__(self) -> int:
         return self.shape[0]
 
@@ -64,6 +73,13 @@ class Packed:
     def nbytes(self) -> int:
         """Bytes in memory, scales included."""
         return sum(tensor.nbytes for tensor in self.tensors)
+
+
+def _selected(tensor: Tensor, index: Tensor) -> Tensor:
+    """One of a bank, whatever its type: not all operators know 8-bit floats."""
+    if tensor.element_size() > 1:
+        return tensor.index_select(0, index)[0]
+    return tensor.view(torch.uint8).index_select(0, index)[0].view(tensor.dtype)
 
 
 def dequantised(packed: Packed) -> Tensor:

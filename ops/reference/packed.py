@@ -15,6 +15,7 @@ from ops.lowbit.convert import e4m3_table
 from ops.lowbit.packed import Packed, dequantised
 
 INT8_MAX = 127
+FEW_ROUTES = 256  # up to here an expert is picked a route, which needs no host read (decode)
 
 
 def rounded_rows(x: Tensor, int8_activations: bool) -> Tensor:
@@ -41,18 +42,36 @@ def packed_experts(
 ) -> Tensor:
     """As `moe_experts`: the partial sum [T, H] over routes of this rank, in the dtype of x.
 
-    Experts go in the order of their index, each dequantised once; the inner row is rounded after
-    it was multiplied by the route's weight.
+    An expert is dequantised when its turn comes; the inner row is rounded after it was multiplied
+    by the route's weight.
     """
-    out = torch.zeros(x.shape, device=x.device)
+    if not len(gate_up) or not x.shape[0]:
+        return torch.zeros_like(x)
     inputs, share = rounded_rows(x, int8_activations), weights.float()
+    if local.numel() <= FEW_ROUTES:
+        parts = []
+        for row in range(x.shape[0]):
+            for column, at in enumerate(local[row].clamp_min(0).split(1)):
+                one, other, part = gate_up.select(at), down.select(at), share[row, column, None]
+                routed = _routed(inputs[row, None], part, one, other, int8_activations)
+                parts.append(routed.masked_fill(local[row, column] < 0, 0))
+        return torch.cat(parts).view(*local.shape, -1).sum(dim=1).to(x.dtype)
+    out = torch.zeros(x.shape, device=x.device)
     for expert in local[local >= 0].unique().tolist():
-        rows, column = (local == expert).nonzero(as_tuple=True)
-        gate, up = linear(inputs[rows], dequantised(gate_up[expert])).chunk(2, dim=-1)
-        hidden = silu(gate) * up * share[rows, column, None]
-        routed = linear(rounded_rows(hidden, int8_activations), dequantised(down[expert]))
+        rows, columns = (local == expert).nonzero(as_tuple=True)
+        one, other = gate_up[expert], down[expert]
+        routed = _routed(inputs[rows], share[rows, columns], one, other, int8_activations)
         out.index_add_(0, rows, routed)
     return out.to(x.dtype)
+
+
+def _routed(
+    x: Tensor, share: Tensor, gate_up: Packed, down: Packed, int8_activations: bool
+) -> Tensor:
+    """fp32 [N, H]: one expert's output of rows x [N, H], weighted by share [N]."""
+    gate, up = linear(x, dequantised(gate_up)).chunk(2, dim=-1)
+    hidden = silu(gate) * up * share[:, None]
+    return linear(rounded_rows(hidden, int8_activations), dequantised(down))
 
 
 def packed_table_rows(

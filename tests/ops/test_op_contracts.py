@@ -3,15 +3,20 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 
+from ops.lowbit.pack import quantise, quantise_table
 from ops.registry import OpSet
 from ops.spec import ContractError
+from placement import formats
 
 I64 = torch.int64
+PACKED_1 = quantise(torch.randn(5, 32), formats.W4G32)
+PACKED_3 = quantise(torch.randn(3, 5, 32), formats.W4G32)
 
 
 def _moe() -> dict[str, Any]:
@@ -84,10 +89,30 @@ def _ngram() -> dict[str, Any]:
     }  # fmt: skip
 
 
+def _packed_moe() -> dict[str, Any]:
+    banks = {"gate_up": torch.randn(3, 64, 32), "down": torch.randn(3, 32, 32)}
+    packed = {name: quantise(bank, formats.W4G32_ASYM) for name, bank in banks.items()}
+    x = torch.randn(2, 32)
+    return {**_moe(), "x": x, **packed, "int8_activations": False}
+
+
+def _packed_linear() -> dict[str, Any]:
+    weight = quantise(torch.randn(5, 32), formats.NVFP4)
+    return {"x": torch.randn(2, 32), "weight": weight, "int8_activations": False}
+
+
+def _table() -> dict[str, Any]:
+    codes, scale = quantise_table(torch.randn(5, 4))
+    ids = torch.tensor([3, 9])
+    return {"table": codes.view(torch.uint8), "scale": scale, "ids": ids, "start": 2,
+            "dtype": torch.float32}  # fmt: skip
+
+
 CALLS: dict[str, Callable[[], dict[str, Any]]] = {
     "moe_experts": _moe, "paged_attention": _attention, "select_blocks": _selection,
     "write_kv_": _write, "causal_conv_step": _conv, "gated_delta_step": _delta,
     "sample": _sampling, "hyper_mix": _hyper, "ngram_ids": _ngram,
+    "packed_experts": _packed_moe, "packed_linear": _packed_linear, "packed_table_rows": _table,
 }  # fmt: skip
 
 
@@ -133,6 +158,14 @@ def test_a_good_call_passes(ops: OpSet, op: str) -> None:
         ("hyper_mix", {"down_inject": torch.zeros(5, 12)}, "rows of down_inject is 5"),
         ("hyper_mix", {"scale": torch.ones(4, 3).half()}, "dtype of scale"),
         ("ngram_ids", {"vocab_sizes": torch.tensor([11, 13, 17])}, "vocab_sizes|offsets|heads"),
+        ("packed_experts", {"local": torch.tensor([[0, 1], [2, 3]])}, r"is 3, allowed is -1\.\.2"),
+        ("packed_experts", {"local": torch.tensor([[0, 1], [2, 2]])}, "twice in a row"),
+        ("packed_experts", {"down": PACKED_3}, "size 1 of down .* is 5, allowed is H = 32"),
+        ("packed_linear", {"x": torch.randn(2, 64)}, "size 1 of weight .* is 32"),
+        ("packed_linear", {"weight": replace(PACKED_1, scale=PACKED_1.scale[:4])}, "weight.scale"),
+        ("packed_linear", {"weight": replace(PACKED_1, codes=PACKED_1.codes[:, 1:])}, "codes"),
+        ("packed_table_rows", {"table": torch.zeros(5, 4)}, "dtype of table"),
+        ("packed_table_rows", {"ids": torch.tensor([-1])}, "ids is -1"),
         ("ngram_ids", {"history": torch.zeros(1, 1, dtype=I64)}, "history is 1"),
     ],
 )

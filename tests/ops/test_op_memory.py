@@ -9,8 +9,11 @@ import pytest
 import torch
 from torch import Tensor
 
+from ops.lowbit.pack import quantise
+from ops.lowbit.packed import Packed
 from ops.reference.tiles import TILE_ELEMENTS, tile_shape
 from ops.registry import OpSet
+from placement import formats
 
 Probe = Callable[[], Any]
 
@@ -109,6 +112,12 @@ def _decode_calls() -> dict[str, tuple[Any, ...]]:
         "route": (torch.zeros(3, 6), 2, True),
         "moe_experts": (torch.zeros(3, 8), torch.zeros(3, 2), ids, torch.zeros(4, 10, 8),
                         torch.zeros(4, 8, 5)),
+        "packed_experts": (torch.zeros(3, 32), torch.zeros(3, 2), ids,
+                           *(quantise(torch.zeros(4, n, 32), form) for n, form in
+                             ((64, formats.NVFP4), (32, formats.W4G32_ASYM))), True),
+        "packed_linear": (torch.zeros(3, 32), quantise(torch.zeros(5, 32), formats.W2), False),
+        "packed_table_rows": (torch.zeros(9, 2, dtype=torch.uint8), half[:1], ids, 4,
+                              torch.float16),
         "linear": (torch.zeros(3, 8), torch.zeros(5, 8)),
         "gated_swiglu": (torch.zeros(3, 10), torch.zeros(3, 1)),
         "swiglu_mlp": (torch.zeros(3, 8), torch.zeros(10, 8), torch.zeros(8, 5)),
@@ -128,7 +137,8 @@ def _decode_calls() -> dict[str, tuple[Any, ...]]:
 @pytest.mark.parametrize("op", _decode_calls())
 def test_decode_reads_no_device_data_on_the_host(bare_ops: OpSet, op: str) -> None:
     """Meta tensors have no data: an operator that needs a value to go on raises."""
-    args = [a.to("meta") if isinstance(a, Tensor) else a for a in _decode_calls()[op]]
+    moved = (Tensor, Packed)
+    args = [a.to("meta") if isinstance(a, moved) else a for a in _decode_calls()[op]]
     getattr(bare_ops, op)(*args)
 
 

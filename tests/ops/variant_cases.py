@@ -3,11 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
+
+from ops.lowbit.convert import without_fp8
+from ops.lowbit.pack import quantise, quantise_table
+from ops.lowbit.packed import Packed
+from placement import formats
 
 EPS = 1e-6
 Arguments = dict[str, Any]
@@ -216,6 +221,59 @@ def moe_experts(g: Geometry, batch: int) -> Iterable[Arguments]:
         }  # fmt: skip
 
 
+# What a kernel has a path of its own for: 2, 4 and 8 bits, floats, zero points, blocks of rows.
+PACKED = (
+    formats.W4G32, formats.W4G32_ASYM, formats.W2, formats.NVFP4, formats.MXFP4, formats.W8,
+    formats.FP8_BLOCK128,
+)  # fmt: skip
+
+
+def fits(form: formats.WeightFormat, *columns: int) -> bool:
+    return form.bits == 8 or not any(one % form.group for one in columns)
+
+
+def packed_weight(form: formats.WeightFormat, *shape: int) -> Packed:
+    """Random weights, FP8 as a loader hands it out; banks of two halves have two whole scales."""
+    return without_fp8(quantise(torch.randn(shape) * shape[-1] ** -0.5, form))
+
+
+def packed_linear(g: Geometry, batch: int) -> Iterable[Arguments]:
+    for form in PACKED:
+        if fits(form, g.hidden):
+            weight = packed_weight(form, 2 * g.inner + 3 * (form.block_rows < 2), g.hidden)
+            for x in (torch.randn(batch, g.hidden), torch.randn(batch, 2, g.hidden)):
+                yield {"x": x, "weight": weight, "int8_activations": False}
+
+
+def packed_experts(g: Geometry, batch: int) -> Iterable[Arguments]:
+    """As of the plain experts, each bank in a format of its own."""
+    forms = [form for form in PACKED if fits(form, g.hidden, g.inner)]
+    is_slow = g.hidden > 1000 or batch > 8  # the reference unpacks an expert a route
+    for index, case in enumerate(moe_experts(g, batch)):
+        for form in forms[index % len(forms) :: len(forms)] if is_slow else forms:
+            gate_up, down = (quantise_bank(case[name], form) for name in ("gate_up", "down"))
+            packed = {"gate_up": gate_up, "down": down, "int8_activations": False}
+            yield {**case, **packed}
+
+
+def quantise_bank(bank: Tensor, form: formats.WeightFormat) -> Packed:
+    if len(bank):
+        return without_fp8(quantise(bank, form))
+    blank = quantise(torch.zeros(1, *bank.shape[1:]), form)
+    zero = None if blank.zero is None else blank.zero[:0]
+    whole = None if blank.whole is None else blank.whole[:0]
+    codes, scale, shape = blank.codes[:0], blank.scale[:0], tuple(bank.shape)
+    return replace(blank, shape=shape, codes=codes, scale=scale, zero=zero, whole=whole)
+
+
+def packed_table_rows(g: Geometry, batch: int) -> Iterable[Arguments]:
+    codes, scale = quantise_table(torch.randn(50, 16))
+    for table, start in ((codes.view(torch.uint8), 7), (codes.view(torch.uint8)[:0], 0)):
+        for dtype in (torch.float32, torch.bfloat16):
+            ids = torch.randint(0, 70, (batch, 3))
+            yield {"table": table, "scale": scale, "ids": ids, "start": start, "dtype": dtype}
+
+
 def select_blocks(g: Geometry, batch: int) -> Iterable[Arguments]:
     """Rows that see no block, some and all; keys that nobody may see are NaN; all scores equal."""
     table_pages, page_blocks, block_tokens = 5, 4, 4
@@ -420,6 +478,7 @@ CASES: dict[str, Cases] = {
         causal_conv_verify, window_commit_, gated_delta_verify, gated_delta_commit_, route,
         moe_experts, select_blocks, paged_attention, write_kv_, apply_rope, rope_tables,
         index_keys, gated_swiglu, linear, ngram_ids, ngram_gate, table_rows,
-        nonfinite_rows, greedy, sample, sample_local,
+        nonfinite_rows, greedy, sample, sample_local, packed_linear, packed_experts,
+        packed_table_rows,
     )
 }  # fmt: skip
