@@ -12,6 +12,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.certify_command import terminated_as_interrupted
 from deploy.flags import (
     add_command,
     add_engine_flags,
@@ -91,7 +92,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise ConfigError(
             "no baseline to compare with: give --baseline, or make one with --write-baseline"
         )
-    base = None if path is None else read_baseline(path, origin)
+    base = None if path is None else read_baseline(path, origin, smoke)
     now = Baseline(origin, measured(config, smoke, limits))
     if target is not None:
         write_baseline(Path(target), now)
@@ -124,7 +125,10 @@ def measured(config: EngineConfig, smoke: SmokeSet, limits: ModelLimits) -> Meas
         if line.redraws:
             line.draw(f"check-quality: {part}")
 
-    with launch_engine(config, on_progress, guard_of(config)) as engine:
+    with (
+        terminated_as_interrupted(),
+        launch_engine(config, on_progress, guard_of(config)) as engine,
+    ):
         display.clear()
         try:
             decode = limits.tokenizer.decode

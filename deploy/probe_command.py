@@ -8,6 +8,7 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from deploy.certify_command import terminated_as_interrupted
 from deploy.defaults import COMMS, DEVICES, DTYPES
 from deploy.flags import (
     add_command,
@@ -87,7 +88,10 @@ def probe(arguments: argparse.Namespace, make_rank: RankMaker) -> int:
         if line.redraws:
             line.draw(f"layer {done} of {layers}")
 
-    with recorded(config, job, on_progress, make_rank, display.clear) as recording:
+    with (
+        terminated_as_interrupted(),
+        recorded(config, job, on_progress, make_rank, display.clear) as recording,
+    ):
         try:
             report = compare(recording, config.model_dir, on_layer)
         finally:

@@ -1,8 +1,10 @@
 """What the probe flags, and from which size on.
 
 Bounds are on |got - expected| / |expected| of one block, whose input is the gang's own, so errors
-don't add up over layers. Measured where nothing was wrong (embedded model and random ones of 8
-layers and of 48 value heads, ranks 1 to 4, prompts of 63 and 600 tokens): see `BOUNDS`.
+don't add up over layers. Worst error of a part where nothing was wrong, 1 to 3 ranks, embedded
+model and random ones of 12 and of 48 value heads, 63 tokens (embedded at 1 and 2 ranks also 600):
+float32 1.4e-6, float16 0.0017, bfloat16 0.015. Loudest expert over the median: embedded 1.43,
+random 1.97. Growth of the residual in a layer behind the first: embedded 1.4, random 1.7.
 """
 
 from __future__ import annotations

@@ -85,7 +85,7 @@ def baseline_path(given: str | None, model_dir: str) -> Path | None:
     return EMBEDDED_BASELINE if is_embedded else None
 
 
-def read_baseline(path: Path, now: Origin) -> Baseline:
+def read_baseline(path: Path, now: Origin, smoke: SmokeSet) -> Baseline:
     """ConfigError, in one line, for a file that is none or of another model."""
     try:
         require_regular(str(path))
@@ -108,6 +108,11 @@ def read_baseline(path: Path, now: Origin) -> Baseline:
         raise ConfigError(
             f"{path} is the baseline of another model or set ({origin.words()}): "
             f"{'; '.join(changes)}; give this model's own, or write it with --write-baseline"
+        )
+    if measured.counts != smoke.counts:
+        raise ConfigError(
+            f"{path} is no baseline: it has {measured.counts} answers and positions where the "
+            f"smoke set has {smoke.counts}; write one with --write-baseline"
         )
     return Baseline(origin, measured)
 

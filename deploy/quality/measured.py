@@ -57,6 +57,12 @@ class Measured:
     needles: tuple[Answered, ...]
     scored: tuple[Scored, ...]
 
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """As `SmokeSet.counts`."""
+        parts = (self.texts, self.tools, self.choices, self.needles, self.scored)
+        return tuple(map(len, parts))
+
     def to_json(self) -> dict[str, Any]:
         def answered(answers: Sequence[Answered]) -> list[list[Any]]:
             return [[answer.given, answer.is_right] for answer in answers]
@@ -90,6 +96,8 @@ class Measured:
             Scored(float(own), tuple((int(token), float(value)) for token, value in top))
             for own, top in found["scored"]
         )
+        if not all(position.top for position in scored):
+            raise ValueError("a position has no likely tokens")
         return cls(texts, answered("tools"), answered("choices"), answered("needles"), scored)
 
 

@@ -111,6 +111,12 @@ class SmokeSet:
         return (*self.texts, *self.tools, *self.choices, *self.needles, *self.scored)
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """Answers of each part, and positions scored: every token but the first of a text."""
+        parts = (self.texts, self.tools, self.choices, self.needles)
+        return (*map(len, parts), sum(len(asking.ids) - 1 for asking in self.scored))
+
+    @property
     def sha256(self) -> str:
         digest = hashlib.sha256()
         for asking in self.all:

@@ -33,12 +33,15 @@ class Tolerance:
     same_best: float  # share of positions with the same most likely token
 
 
+# Measured on the embedded model against its float32 baseline: 2 and 3 ranks KL 1.4e-10 at most,
+# worst 1.3e-8; bfloat16 0.0042, worst 0.079, same best token 97 %; experts rounded to 4 bits in
+# groups of 32 0.061, 0.87, 81 %; to 2 bits 1.8, 9, 19 %. Another's loss may differ.
 TOLERANCES = {
     tolerance.name: tolerance
     for tolerance in (
         Tolerance("exact", True, 0, 0, 0, 1e-6, 1e-5, 1.0),
-        Tolerance("half", False, 0, 1, 1, 0.005, 0.1, 0.95),
-        Tolerance("low-bit", False, 1, 3, 2, 0.1, 2.0, 0.8),
+        Tolerance("half", False, 0, 1, 1, 0.01, 0.2, 0.95),
+        Tolerance("low-bit", False, 1, 3, 2, 0.1, 2.0, 0.75),
     )
 }
 

@@ -117,3 +117,12 @@ class OwnSum(FaultyRank):
             return out
 
         site.ops.hyper_inject_ = less  # type: ignore[method-assign]
+
+
+class NoNumbers(FaultyRank):
+    """Its part of the channel overflows."""
+
+    def spoil(self, model: Model, layer: Layer) -> None:
+        weight = layer.channel.shared_down.weights[0]
+        assert isinstance(weight, Tensor)
+        weight[0] = float("inf")

@@ -16,6 +16,7 @@ from tests.deploy.probe.conftest import PROMPT_IDS, Probe
 from tests.deploy.probe.faulty_ranks import (
     FaultyRank,
     LoudExpert,
+    NoNumbers,
     OtherHead,
     OtherNgrams,
     OtherRouter,
@@ -60,6 +61,15 @@ def test_an_over_scaled_expert_of_the_checkpoint_is_named_with_its_rank(
     assert f"layer 2, rank {owner}: expert 9 of the checkpoint is" in out
     flagged = [text for text in out.splitlines() if text.startswith("  layer")]
     assert all(text.startswith("  layer 2") for text in flagged)
+
+
+@slow
+def test_a_residual_that_grows_at_once_is_flagged(
+    probed: Probe, loud_expert: Callable[..., Path]
+) -> None:
+    code, report = probed(loud_expert(layer=2, expert=9, factor=500.0), 2)
+    assert code == 1
+    assert found(report) == {("loud_expert", 2, 1), ("growth", 2, -1)}
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=slow), pytest.param(2, marks=slow), 3])
@@ -126,6 +136,17 @@ def test_other_faults_of_one_rank_are_named(
     named = {(k, a, r) for k, a, r in findings if r == rank or k == "entry"}
     assert (kind, at, rank) in named
     assert {a for _, a, _ in findings} == {at}
+
+
+@slow
+def test_the_layer_that_overflows_first_is_named_though_no_answer_comes(
+    probed: Probe, random_checkpoint: Callable[..., Path]
+) -> None:
+    code, report = probed(random_checkpoint(layers=4), 2, NoNumbers, faulty=(1,))
+    assert code == 1
+    assert report["tokens"] == 60
+    first = report["findings"][0]
+    assert (first["kind"], first["layer"], first["rank"]) == ("channel", 1, 1)
 
 
 @slow

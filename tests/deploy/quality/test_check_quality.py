@@ -22,7 +22,7 @@ from deploy.quality.baseline_file import (
     read_baseline,
     write_baseline,
 )
-from deploy.quality.smoke_set import make_smoke_set
+from deploy.quality.smoke_set import SmokeSet, make_smoke_set
 from placement.errors import ConfigError
 
 slow = pytest.mark.slow
@@ -34,6 +34,11 @@ def origin() -> Origin:
     """Where the embedded model's baseline comes from."""
     found = json.loads(EMBEDDED_BASELINE.read_text())["origin"]
     return Origin(**{**found, "formats": tuple(found["formats"])})
+
+
+@pytest.fixture(scope="session")
+def smoke(embedded_model_dir: Path) -> SmokeSet:
+    return make_smoke_set(Tokenizer.load(embedded_model_dir), True, 32768)
 
 
 @pytest.fixture
@@ -130,12 +135,11 @@ def test_one_lost_expert_fails_at_the_exact_tolerance(
 
 @slow
 def test_the_embedded_baseline_has_the_log_probabilities_of_transformers(
-    embedded_model_dir: Path, origin: Origin
+    embedded_model_dir: Path, origin: Origin, smoke: SmokeSet
 ) -> None:
     from transformers import AutoModelForCausalLM
 
-    smoke = make_smoke_set(Tokenizer.load(embedded_model_dir), True, 32768)
-    base = read_baseline(EMBEDDED_BASELINE, origin).measured
+    base = read_baseline(EMBEDDED_BASELINE, origin, smoke).measured
     model = AutoModelForCausalLM.from_pretrained(embedded_model_dir, dtype=torch.float32).eval()
     positions = iter(base.scored)
     for asking in smoke.scored:
@@ -149,25 +153,26 @@ def test_the_embedded_baseline_has_the_log_probabilities_of_transformers(
     assert next(positions, None) is None
 
 
-def test_a_baseline_is_read_as_it_was_written(origin: Origin, tmp_path: Path) -> None:
-    base = read_baseline(EMBEDDED_BASELINE, origin)
+def test_a_baseline_is_read_as_it_was_written(
+    origin: Origin, smoke: SmokeSet, tmp_path: Path
+) -> None:
+    base = read_baseline(EMBEDDED_BASELINE, origin, smoke)
     write_baseline(tmp_path / "again.json", base)
     assert (tmp_path / "again.json").read_text() == EMBEDDED_BASELINE.read_text()
-    assert read_baseline(tmp_path / "again.json", origin) == base
+    assert read_baseline(tmp_path / "again.json", origin, smoke) == base
     assert [file.name for file in tmp_path.iterdir()] == ["again.json"]
 
 
 def test_a_baseline_belongs_to_model_tokenizer_and_smoke_set(
-    origin: Origin, embedded_model_dir: Path
+    origin: Origin, smoke: SmokeSet
 ) -> None:
-    smoke = make_smoke_set(Tokenizer.load(embedded_model_dir), True, 32768)
     assert origin.smoke_set == smoke.sha256
     for name in ("architecture", "tokenizer", "smoke_set"):
         other = replace(origin, **{name: "another"})
         with pytest.raises(ConfigError, match=f"{name.replace('_', ' ')} .* is not another"):
-            read_baseline(EMBEDDED_BASELINE, other)
+            read_baseline(EMBEDDED_BASELINE, other, smoke)
     for name, value in (("dtype", "float16"), ("formats", ("w4",)), ("model", "copy")):
-        read_baseline(EMBEDDED_BASELINE, replace(origin, **{name: value}))
+        read_baseline(EMBEDDED_BASELINE, replace(origin, **{name: value}), smoke)
     assert replace(origin, formats=("w4",)).tolerance(origin) == "low-bit"
     assert replace(origin, dtype="float16").tolerance(origin) == "half"
     assert origin.tolerance(origin) == "exact"
@@ -181,12 +186,24 @@ def test_a_baseline_belongs_to_model_tokenizer_and_smoke_set(
     ],
 )  # fmt: skip
 def test_what_is_no_baseline_is_refused(
-    origin: Origin, tmp_path: Path, text: str, told: str
+    origin: Origin, smoke: SmokeSet, tmp_path: Path, text: str, told: str
 ) -> None:
     file = tmp_path / "bad.json"
     file.write_text(text)
     with pytest.raises(ConfigError, match=told):
-        read_baseline(file, origin)
+        read_baseline(file, origin, smoke)
+
+
+@pytest.mark.parametrize("part", ["texts", "tools", "choices", "needles", "scored"])
+def test_a_baseline_that_lacks_an_answer_is_refused(
+    origin: Origin, smoke: SmokeSet, tmp_path: Path, part: str
+) -> None:
+    found = json.loads(EMBEDDED_BASELINE.read_text())
+    del found["measured"][part][-1]
+    file = tmp_path / "short.json"
+    file.write_text(json.dumps(found))
+    with pytest.raises(ConfigError, match="where the smoke set has"):
+        read_baseline(file, origin, smoke)
 
 
 @pytest.mark.parametrize(
@@ -216,9 +233,9 @@ def test_another_model_needs_a_baseline_of_its_own(
 
 
 def test_a_baseline_that_can_not_be_written_leaves_the_old_one(
-    origin: Origin, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    origin: Origin, smoke: SmokeSet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    base, file = read_baseline(EMBEDDED_BASELINE, origin), tmp_path / "base.json"
+    base, file = read_baseline(EMBEDDED_BASELINE, origin, smoke), tmp_path / "base.json"
     file.write_text("old")
 
     def full(descriptor: int) -> None:
