@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import pytest
@@ -17,7 +17,7 @@ from deploy.bench.heat import ChipHeat, chip_heat
 from deploy.bench.origin import Ending, Origin
 from deploy.bench.sides import Sides, make_rounds, make_sides, parse
 from deploy.bench.steps import StepTimes
-from deploy.bench.workloads import QUICK, Run, Workload
+from deploy.bench.workloads import QUICK, Run, Spread, Workload
 from placement.config import EngineConfig
 from placement.errors import ConfigError, NrankError
 from rank_worker.device_sensors.reading import ChipReading, NodeReading
@@ -122,6 +122,13 @@ def test_who_is_faster_is_said_where_all_of_enough_rounds_agree(
         assert f" {speed:.2f} ({speed:.2f}-{speed:.2f}) " in line
     assert "A: mtp=2, prefix_cache=off" in out
     assert "B: mtp=0, prefix_cache=on" in out
+    for low, high in ((0.9, 3.0), (0.3, 1.1)):  # one round went the other way
+        gain = Spread(speed, low, high)
+        pairs.rows[0] = replace(pairs.rows[0], decode_gain=gain, ttft_gain=gain)
+        print_pairs(MeasuredPairs(origin, ending, sides, "x", 1, rounds, {}, pairs))
+        shown = capsys.readouterr().out
+        assert "B faster" not in shown
+        assert "A faster" not in shown
 
 
 def test_cold_and_warm_runs_of_a_prompt_make_two_rows() -> None:
