@@ -77,7 +77,7 @@ ACCURACY = (
             Query(_of("nrank_eval_accuracy_bound_ratio"), "{{run_id}} {{rule}} {{end}}"),
         ),
         width=24,
-        height=10,
+        height=12,
     ),
 )
 BOARD = Board(
