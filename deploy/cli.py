@@ -25,6 +25,7 @@ from deploy import (
     inspect_command,
     plan_command,
     probe_command,
+    quantize_command,
     report_command,
     serve_command,
 )
@@ -34,7 +35,7 @@ DONE, FAILED, BAD_INPUT, DOES_NOT_FIT, INTERRUPTED = 0, 1, 2, 3, 130
 COMMANDS = (
     serve_command, generate_command, plan_command, inspect_command, doctor_command,
     probe_command, report_command, bench_command, eval_command, certify_command,
-    check_quality_command,
+    check_quality_command, quantize_command,
 )  # fmt: skip
 TOP_LEVEL_NAMES = ("placement", "ops", "rank_worker", "cluster")
 

@@ -108,3 +108,24 @@ def _per_expert_pieces(base: str, spec: MoeSpec, hidden: int) -> dict[str, tuple
         gate_up.append(Piece(f"{base}{e}.up_proj.weight", (inner, hidden), (e, inner, 0)))
         down.append(Piece(f"{base}{e}.down_proj.weight", (hidden, inner), (e, 0, 0)))
     return {"gate_up": tuple(gate_up), "down": tuple(down)}
+
+
+def matrix_pieces(tensor: TensorSpec) -> list[tuple[Piece, Piece]]:
+    """Matrices of a tensor under the names that a checkpoint of single ones gives them, each with
+    the stored piece that holds it: a bank of experts is many.
+    """
+    found = []
+    for stored in tensor.pieces:
+        if len(stored.shape) != 3:
+            found.append((stored, stored))
+            continue
+        count, rows, columns = stored.shape
+        base, _, part = stored.name.rpartition(".")
+        parts = ("gate_proj", "up_proj") if part == "gate_up_proj" else (part,)
+        each = rows // len(parts)
+        found += [
+            (Piece(f"{base}.{e}.{one}.weight", (each, columns), (e, i * each, 0)), stored)
+            for e in range(count)
+            for i, one in enumerate(parts)
+        ]
+    return found

@@ -1,0 +1,118 @@
+"""One matrix into its stored tensors, in bands of rows, and how far that is from what it was."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from deploy.quantize.recipe import writer_of
+from deploy.quantize.source import Matrix, Source, not_finite
+from ops.lowbit.pack import quantise, stored
+from ops.lowbit.packed import Packed, dequantised
+from placement.formats import WeightFormat
+
+BAND_BYTES = 8 << 20  # of float32 values at a time; packing takes some six times as much
+BAND_ROWS = 128  # bands end at whole blocks of scales, whatever the format
+DIGITS = 4
+
+
+@dataclass(frozen=True)
+class Receipt:
+    """What packing did to one matrix: |packed - was| / |was|, cosine, and the largest error."""
+
+    name: str
+    format: str
+    error: float
+    cosine: float
+    largest_error: float
+
+
+@dataclass
+class Deviations:
+    """Sums over the bands of a matrix."""
+
+    squares: float = 0.0
+    packed_squares: float = 0.0
+    products: float = 0.0
+    errors: float = 0.0
+    largest: float = 0.0
+
+    def add(self, was: Tensor, packed: Tensor) -> None:
+        off = packed - was
+        self.squares += _sum(was, was)
+        self.packed_squares += _sum(packed, packed)
+        self.products += _sum(was, packed)
+        self.errors += _sum(off, off)
+        self.largest = max(self.largest, off.abs().max().item() if off.numel() else 0.0)
+
+    def receipt(self, name: str, form: WeightFormat) -> Receipt:
+        error = (self.errors / self.squares) ** 0.5 if self.squares else 0.0
+        norm = (self.squares * self.packed_squares) ** 0.5
+        cosine = self.products / norm if norm else 1.0
+        return Receipt(name, form.name, *map(rounded, (error, cosine, self.largest)))
+
+
+def rounded(value: float) -> float:
+    """To as many digits as a sum has in any order of its parts."""
+    return float(f"{value:.{DIGITS}g}")
+
+
+def pack_matrix(
+    source: Source, matrix: Matrix, form: WeightFormat
+) -> tuple[dict[str, Tensor], Receipt]:
+    """Stored tensors by name, and the receipt. CheckpointError for a value that isn't finite."""
+    rows, columns = matrix.shape
+    band = max(BAND_ROWS, BAND_BYTES // (4 * max(columns, 1)) // BAND_ROWS * BAND_ROWS)
+    if form.tensor_bytes:  # one scale stands for all rows
+        band = max(rows, 1)
+    parts, deviations = [], Deviations()
+    for first in range(0, rows, band):
+        values = source.rows(matrix, first, min(first + band, rows))
+        try:
+            packed = quantise(values, form)
+        except ValueError as error:
+            raise not_finite(matrix.header.file, matrix.name) from error
+        deviations.add(values, dequantised(packed))
+        parts.append(packed)
+    tensors = stored(base_name(matrix), _joined(parts), writer_of(form))
+    return tensors, deviations.receipt(matrix.name, form)
+
+
+def blank(matrix: Matrix, form: WeightFormat) -> dict[str, Tensor]:
+    """The stored tensors without their bytes, on no device: names, dtypes, shapes."""
+    rows, columns = matrix.shape
+    sample = quantise(torch.zeros(1, columns), form)
+    down, across = form.scale_counts(matrix.shape)
+    zero = None if sample.zero is None else _like(sample.zero, down, across)
+    codes = _like(sample.codes, rows, sample.codes.shape[1])
+    scale = _like(sample.scale, down, across)
+    packed = replace(sample, shape=(rows, columns), codes=codes, scale=scale, zero=zero)
+    return stored(base_name(matrix), packed, writer_of(form))
+
+
+def base_name(matrix: Matrix) -> str:
+    return matrix.name.removesuffix(".weight")
+
+
+def _like(tensor: Tensor, rows: int, columns: int) -> Tensor:
+    return torch.empty(rows, columns, dtype=tensor.dtype, device="meta")
+
+
+def _joined(parts: list[Packed]) -> Packed:
+    if len(parts) == 1:
+        return parts[0]
+    zeros = [part.zero for part in parts if part.zero is not None]
+    codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
+    return replace(
+        parts[0],
+        shape=(sum(part.shape[0] for part in parts), parts[0].shape[1]),
+        codes=codes.view(parts[0].codes.dtype),
+        scale=torch.cat([part.scale for part in parts]),
+        zero=torch.cat(zeros) if zeros else None,
+    )
+
+
+def _sum(a: Tensor, b: Tensor) -> float:
+    return torch.dot(a.flatten(), b.flatten()).item()
