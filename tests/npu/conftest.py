@@ -10,6 +10,7 @@ import hashlib
 import importlib.util
 import json
 import os
+import secrets
 import subprocess
 import sys
 from collections.abc import Callable
@@ -55,62 +56,66 @@ def environment(libraries: Path, soc: str) -> dict[str, str]:
     return {**os.environ, **wanted}
 
 
-def start(program: str, libraries: Path, soc: str, *arguments: str) -> subprocess.Popen[str]:
-    command = [sys.executable, str(HERE / "programs" / program), *arguments]
-    return subprocess.Popen(
-        command, env=environment(libraries, soc), text=True, stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-    )  # fmt: skip
+class Run:
+    """One program; what it tells is in a file, as its output is a pipe of limited room."""
 
+    def __init__(
+        self, program: str, libraries: Path, soc: str, folder: Path, *arguments: str
+    ) -> None:
+        self._told = folder / f"{secrets.token_hex(4)}.json"
+        command = [sys.executable, str(HERE / "programs" / program), *arguments, str(self._told)]
+        self.process = subprocess.Popen(
+            command, env=environment(libraries, soc), text=True, stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+        )  # fmt: skip
 
-def answer(process: subprocess.Popen[str]) -> dict[str, Any]:
-    """The JSON object on the last line that a program prints."""
-    out, errors = process.communicate(timeout=LIMIT_S)
-    assert process.returncode == 0, errors[-3000:]
-    lines = out.splitlines()
-    assert lines, errors[-3000:]
-    assert lines[-1].startswith("{"), f"{lines[-1]}\n{errors[-3000:]}"
-    told: dict[str, Any] = json.loads(lines[-1])
-    return told
+    def port(self) -> str:
+        assert self.process.stdout is not None
+        return self.process.stdout.readline().removeprefix("port ").strip()
+
+    def answer(self) -> dict[str, Any]:
+        _, errors = self.process.communicate(timeout=LIMIT_S)
+        assert self._told.exists(), errors[-3000:]
+        told: dict[str, Any] = json.loads(self._told.read_text())
+        return told
 
 
 Engines = Callable[..., list[dict[str, Any]]]
 
 
 @pytest.fixture(scope="session")
-def engines(libraries: Path) -> Engines:
+def engines(libraries: Path, tmp_path_factory: pytest.TempPathFactory) -> Engines:
     """What each rank of a run of programs/engine.py told; equal runs are made once."""
     known: dict[str, list[dict[str, Any]]] = {}
+    folder = tmp_path_factory.mktemp("told")
 
     def run(soc: str = "Ascend310P3", **options: Any) -> list[dict[str, Any]]:
         text = json.dumps(options, sort_keys=True)
         key = f"{soc} {text}"
         if key not in known:
-            ranks = [start("engine.py", libraries, soc, "0", "0", text)]
-            port = "0"
-            if options.get("ranks", 1) > 1:
-                assert ranks[0].stdout is not None
-                for line in ranks[0].stdout:
-                    if line.startswith("port "):
-                        port = line.split()[1]
-                        break
-            others = range(1, options.get("ranks", 1))
-            ranks += [start("engine.py", libraries, soc, str(r), port, text) for r in others]
+            world_size = options.get("ranks", 1)
+            ranks = [Run("engine.py", libraries, soc, folder, "0", "0", text)]
             try:
-                known[key] = [answer(rank) for rank in ranks]
+                port = ranks[0].port() if world_size > 1 else "0"
+                ranks += [
+                    Run("engine.py", libraries, soc, folder, str(rank), port, text)
+                    for rank in range(1, world_size)
+                ]
+                known[key] = [rank.answer() for rank in ranks]
             finally:
                 for rank in ranks:
-                    rank.kill()
+                    rank.process.kill()
         return known[key]
 
     return run
 
 
 @pytest.fixture(scope="session")
-def program(libraries: Path) -> Callable[..., dict[str, Any]]:
+def program(libraries: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Any]:
     """What another program of programs/ told."""
+    folder = tmp_path_factory.mktemp("programs")
 
     def run(name: str, *arguments: str, soc: str = "Ascend310P3") -> dict[str, Any]:
-        return answer(start(name, libraries, soc, *arguments))
+        return Run(name, libraries, soc, folder, *arguments).answer()
 
     return run

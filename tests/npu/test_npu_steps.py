@@ -9,6 +9,7 @@ import pytest
 
 Engines = Callable[..., list[dict[str, Any]]]
 RANKS = [1, 2]
+GRAPHS_IN_GANG = 2  # of a 310P
 FIRST_STEADY = 1  # the second decode step
 
 
@@ -71,3 +72,37 @@ def test_each_check_fails_when_its_fault_is_seeded(
 ) -> None:
     (told,) = engines(ranks=1)
     assert all(problem in problems(step, 0) for step in told["faults"][fault])
+
+
+def capture_problems(captures: list[dict[str, int]], ranks: int) -> set[str]:
+    """What recording may not do on a 310P, in words."""
+    found = set()
+    if ranks > 1 and len(captures) > GRAPHS_IN_GANG:
+        found.add("a third graph")
+    for counts in captures:
+        if counts["h2d_calls"] or counts["d2h_calls"]:
+            found.add("copies from or to the host")
+        if counts["stream_syncs"] or counts["event_syncs"] or counts["device_syncs"]:
+            found.add("waits")
+        if counts["refused_tensors"]:
+            found.add("computes in a refused type")
+    return found
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_decode_is_recorded_and_a_replay_is_one_launch(engines: Engines, ranks: int) -> None:
+    """Two sequences: one graph of two rows, or of four with rows repeated where two graphs are."""
+    for rank, told in enumerate(engines(ranks=ranks)):
+        assert told["refused"] == ""
+        assert len(told["captures"]) == (3 if ranks == 1 else GRAPHS_IN_GANG)
+        assert capture_problems(told["captures"], ranks) == set()
+        for step in told["graph_steps"][FIRST_STEADY:]:
+            assert problems(step, rank) == set()
+            assert step["counts"]["replays"] == 1
+            assert step["counts"]["launches"] < 50
+        assert told["steps"][-1]["counts"]["launches"] > 1000
+
+
+def test_a_third_graph_would_be_noticed(engines: Engines) -> None:
+    for told in engines(ranks=2):
+        assert "a third graph" in capture_problems(told["captures_of_three"], 2)

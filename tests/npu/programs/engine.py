@@ -1,17 +1,19 @@
 """One rank of the embedded model on a pretend chip: load, a prefill chunk, decode steps.
 
-python engine.py RANK PORT OPTIONS: OPTIONS is JSON, see Options; the last line of the output is
+python engine.py RANK PORT OPTIONS FILE: OPTIONS is JSON, see Options; what is told goes to FILE as
 JSON, see `main`. Nothing is computed, so what a step samples means nothing and the ranks'
 decisions are not compared; everything else is the engine as it is.
 """
 
 from __future__ import annotations
 
+import gc
+import importlib
 import json
 import os
 import sys
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -24,6 +26,8 @@ from standin import Standin  # noqa: E402
 from placement.config import EngineConfig  # noqa: E402
 from placement.errors import NrankError  # noqa: E402
 from rank_worker.comm_store import listen  # noqa: E402
+from rank_worker.decode_graphs import DecodeGraphs  # noqa: E402
+from rank_worker.device_npu import FRACTAL_NZ, NpuDevice  # noqa: E402
 from rank_worker.rank import Rank  # noqa: E402
 from rank_worker.runner import Runner  # noqa: E402
 from rank_worker.step_plan import (  # noqa: E402
@@ -50,6 +54,7 @@ class Options:
 
 
 PAGE_TOKENS = 64
+torch_npu: Any = None  # loaded with the device
 
 
 def host_read(runner: Runner) -> None:
@@ -133,13 +138,16 @@ def main(index: int, port: int, options: Options) -> dict[str, Any]:
         model_dir=str(ROOT / "deploy" / "models" / "tiny-flash-next"), ranks=options.ranks,
         device="npu", dtype=options.dtype, context_tokens=options.context_tokens,
         max_sequences=4, chips=4, mtp=options.mtp, page_tokens=PAGE_TOKENS, start_timeout_s=60.0,
+        graphs=False,
     )  # fmt: skip
-    Runner._check_decisions = lambda *_: None  # type: ignore[method-assign]
+    nothing_to_compare()
     rank = Rank(config, index, options.ranks)
     if options.ranks > 1 and index == 0:
         rank._store, port = listen("127.0.0.1", 60.0)
         print(f"port {port}", flush=True)
     rank.open(port)
+    global torch_npu
+    torch_npu = importlib.import_module("torch_npu")
     npu, standin = torch.npu, Standin()  # type: ignore[attr-defined]
     npu.empty_cache()
     before = npu.memory_allocated()
@@ -151,11 +159,63 @@ def main(index: int, port: int, options: Options) -> dict[str, Any]:
         "soc": npu.get_device_name(npu.current_device()),
         "planned": dict(rank.plan.ranks[index].rows),
         "allocated": loaded,
+        **memory(),
         "ops": {one.op: one.implementation for one in rank.runner.model.ops.op_info()},
         "prefill": run_step(rank, standin, prefill(options)),
     }
     steps = [run_step(rank, standin, decode(options, step)) for step in range(options.steps)]
-    return {**result, "steps": steps, "faults": with_faults(rank, standin, options)}
+    faults = with_faults(rank, standin, options)
+    return {**result, "steps": steps, "faults": faults, **with_graphs(rank, standin, options)}
+
+
+def with_graphs(rank: Rank, standin: Standin, options: Options) -> dict[str, Any]:
+    """Captures and steps as the chip's limit has it; captures with a limit of three."""
+    assert rank.runner is not None
+    device, graphs = rank._device, rank.runner.graphs
+    assert isinstance(device, NpuDevice)
+    assert device.soc is not None
+    captures, whole = list[dict[str, int]](), device.capture
+
+    def capture(function: Callable[[], Any]) -> Any:
+        def watched() -> Any:
+            before = standin.counts()
+            result = function()
+            captures.append(asdict(standin.counts().since(before)))
+            return result
+
+        return whole(watched)
+
+    device.capture = capture  # type: ignore[method-assign]
+    rank.runner.record_graphs()
+    told = {"captures": list(captures), "refused": graphs.counts.refused}
+    first = options.steps + 2 * len(FAULTS)
+    graph_steps = [
+        run_step(rank, standin, decode(options, first + step)) for step in range(options.steps)
+    ]
+    captures.clear()
+    graphs._recorded.clear()
+    device.soc = replace(device.soc, max_graphs_in_gang=3)
+    rank.runner.record_graphs()
+    return {**told, "graph_steps": graph_steps, "captures_of_three": captures}
+
+
+def memory() -> dict[str, Any]:
+    """Bytes of every storage on the chip, and shape and bytes of those that lie in tiles."""
+    storages, tiles = {}, []
+    for one in gc.get_objects():
+        if type(one) is torch.Tensor and one.device.type == "npu":
+            held = one.untyped_storage()
+            if held.data_ptr() not in storages and torch_npu.get_npu_format(one) == FRACTAL_NZ:
+                tiles.append([list(one.shape), held.nbytes()])
+            storages[held.data_ptr()] = held.nbytes()
+    return {"storages": list(storages.values()), "tiles": tiles}
+
+
+def nothing_to_compare() -> None:
+    """No value means anything here: neither the ranks' decisions nor a replay's logits."""
+    Runner._check_decisions = lambda *_: None  # type: ignore[method-assign]
+    DecodeGraphs.check = lambda *_: ""  # type: ignore[method-assign]
+    DecodeGraphs._failed = lambda _, reason, __: bool(reason)  # type: ignore[method-assign]
 
 
 def with_faults(rank: Rank, standin: Standin, options: Options) -> dict[str, list[Any]]:
@@ -176,5 +236,5 @@ if __name__ == "__main__":
         told = main(int(sys.argv[1]), int(sys.argv[2]), Options(**json.loads(sys.argv[3])))
     except NrankError as error:
         told = {"error": str(error)}
-    print(json.dumps(told), flush=True)
+    Path(sys.argv[4]).write_text(json.dumps(told))
     os._exit(0)

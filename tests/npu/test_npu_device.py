@@ -1,0 +1,97 @@
+"""What the device layer refuses, chooses and tells, without a chip."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+from ops.npu.soc import ATLAS_310P, ATLAS_A2, find_soc
+from ops.registry import OpSet
+from ops.spec import REFERENCE, Capability
+from placement.config import EngineConfig
+from placement.errors import ConfigError
+from rank_worker.comm_device import hccl_environment
+
+VERSIONS = (("torch_npu", "2.13.0"),)
+
+
+def ops_of(capability: Capability) -> dict[str, str]:
+    return {one.op: one.backend for one in OpSet(capability).op_info()}
+
+
+@pytest.mark.parametrize(
+    ("name", "profile"),
+    [("Ascend310P3", ATLAS_310P), ("Ascend310P1", ATLAS_310P), ("Ascend910B3", ATLAS_A2),
+     ("Ascend910_9362", ATLAS_A2)],
+)  # fmt: skip
+def test_profiles_are_chosen_by_soc(name: str, profile: object) -> None:
+    assert find_soc(name) is profile
+
+
+def test_an_unknown_chip_is_refused_with_those_that_are_known() -> None:
+    with pytest.raises(ConfigError, match=r"'Ascend950' is not supported; known are Ascend310P\*"):
+        find_soc("Ascend950")
+
+
+@pytest.mark.parametrize(
+    "dtype", [torch.bfloat16, torch.float8_e4m3fn, torch.float8_e5m2, torch.float64]
+)
+def test_a_310p_refuses_types_that_it_lacks(dtype: torch.dtype) -> None:
+    reason = ATLAS_310P.refuses(dtype)
+    assert reason == f"{str(dtype).removeprefix('torch.')} does not run on Ascend 310P"
+    capability = Capability("npu", "Ascend310P3", dtype, VERSIONS)
+    assert set(ops_of(capability).values()) == {REFERENCE}
+    assert reason in {one.fallback_reason.split(": ", 1)[-1] for one in OpSet(capability).op_info()}
+
+
+def test_bf16_runs_on_a2_alone() -> None:
+    assert ATLAS_A2.refuses(torch.bfloat16) is None
+    assert ATLAS_A2.refuses(torch.float64) is not None
+
+
+def test_a_rank_refuses_to_start_in_bf16_on_a_310p(
+    engines: Callable[..., list[dict[str, Any]]],
+) -> None:
+    (told,) = engines(dtype="bfloat16")
+    assert told["error"] == (
+        "--dtype bfloat16: bfloat16 does not run on Ascend 310P; use float16 or float32"
+    )
+
+
+@pytest.mark.parametrize("versions", [(), (("torch_npu", "2.9.1"),), (("torch_npu", "3.0.0"),)])
+def test_other_versions_of_torch_npu_run_the_reference(versions: Any) -> None:
+    assert set(ops_of(Capability("npu", "Ascend310P3", torch.float16, versions)).values()) == {
+        REFERENCE
+    }
+
+
+@pytest.mark.parametrize("version", ["2.10.0.post4", "2.13.0", "2.14.0"])
+def test_known_versions_run_the_variants(version: str) -> None:
+    taken = ops_of(Capability("npu", "Ascend310P3", torch.float16, (("torch_npu", version),)))
+    assert sum(backend == "npu" for backend in taken.values()) >= 14
+
+
+def test_an_operator_that_failed_on_this_machine_is_left_to_the_reference() -> None:
+    versions = (*VERSIONS, ("op:moe_experts", "failed: 561103"))
+    capability = Capability("npu", "Ascend310P3", torch.float16, versions)
+    info = {one.op: one for one in OpSet(capability).op_info()}
+    assert info["moe_experts"].backend == REFERENCE
+    assert "the capability file says: failed: 561103" in info["moe_experts"].fallback_reason
+    assert info["route"].backend == "npu"
+
+
+@pytest.mark.parametrize(
+    ("step_timeout_s", "limit"), [(20.0, "68"), (68.0, "68"), (69.0, "136"), (1e6, "17340")]
+)
+def test_time_limits_of_hccl_are_whole_steps_and_never_shorter(
+    step_timeout_s: float, limit: str
+) -> None:
+    config = EngineConfig("", device="npu", step_timeout_s=step_timeout_s)
+    told = hccl_environment(config)
+    assert told["HCCL_EXEC_TIMEOUT"] == limit
+    assert int(limit) % 68 == 0
+    assert told["HCCL_BUFFSIZE"] == "200"
+    assert told["HCCL_OP_EXPANSION_MODE"] == "HOST"
