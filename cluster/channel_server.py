@@ -12,6 +12,7 @@ import hmac
 import logging
 import secrets
 from contextlib import suppress
+from dataclasses import replace
 from typing import Any
 
 from cluster.channel_wire import (
@@ -41,7 +42,7 @@ class ChannelServer:
 
     def __init__(self, engine: EngineClient, lease_s: float = LEASE_S) -> None:
         self._engine, self._lease_s = engine, lease_s
-        self._key = secrets.token_bytes(KEY_BYTES)
+        self.address = ChannelAddress("", 0, secrets.token_bytes(KEY_BYTES))
         self._server: asyncio.Server | None = None
         self._open: set[asyncio.StreamWriter] = set()
 
@@ -49,7 +50,8 @@ class ChannelServer:
         """Listens on a free port of `host` only."""
         self._server = await asyncio.start_server(self._serve, host, 0)
         port = int(self._server.sockets[0].getsockname()[1])
-        return ChannelAddress(host, port, self._key)
+        self.address = replace(self.address, host=host, port=port)
+        return self.address
 
     def close(self) -> None:
         if self._server is not None:
@@ -62,7 +64,7 @@ class ChannelServer:
         try:
             async with asyncio.timeout(HELLO_S):
                 key = await reader.readexactly(KEY_BYTES)
-            if hmac.compare_digest(key, self._key):
+            if hmac.compare_digest(key, self.address.key):
                 await _Connection(self._engine, reader, writer, self._lease_s).run()
         except (EOFError, OSError):  # TimeoutError is an OSError
             pass

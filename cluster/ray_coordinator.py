@@ -65,12 +65,12 @@ class CoordinatorReplica:
             config, plan, lambda: RayLauncher(config, resource, profile, factory), settings
         )
         self._channels = ChannelServer(self._coordinator)
-        self._address = await self._channels.start(_node_address())
+        await self._channels.start(_node_address())
         self._coordinator.start()
 
     async def channel(self) -> ChannelAddress:
         """Where an ingress has its requests answered."""
-        return self._address
+        return self._channels.address
 
     async def status(self) -> EngineStatus:
         return await self._coordinator.status()
@@ -130,7 +130,7 @@ class RemoteEngine:
     def __init__(self, handle: DeploymentHandle[Any]) -> None:
         self._handle: Any = handle
         self._channel: Channel | None = None
-        self._connecting = asyncio.Lock()
+        self._connecting: asyncio.Task[Channel] | None = None
         self._http: Counter[tuple[str, int]] = Counter()  # finished requests, not told yet
         self._telling: asyncio.Task[None] | None = None
 
@@ -144,16 +144,21 @@ class RemoteEngine:
             await batches.aclose()
 
     async def _connected(self) -> Channel:
-        """The channel to the coordinator that lives now."""
-        async with self._connecting:
-            if self._channel is None or self._channel.is_lost:
-                address = await self._ask(self._handle.channel.remote())
-                try:
-                    async with asyncio.timeout(ASK_S):
-                        self._channel = await Channel.connect(address)
-                except OSError as error:
-                    raise self._gone(error) from error
+        """The channel to the coordinator that lives now; all who wait for it share one attempt."""
+        if self._channel is not None and not self._channel.is_lost:
             return self._channel
+        if self._connecting is None or self._connecting.done():
+            self._connecting = asyncio.create_task(self._connect())
+        self._channel = await asyncio.shield(self._connecting)
+        return self._channel
+
+    async def _connect(self) -> Channel:
+        address = await self._ask(self._handle.channel.remote())
+        try:
+            async with asyncio.timeout(ASK_S):
+                return await Channel.connect(address)
+        except OSError as error:
+            raise self._gone(error) from error
 
     def _gone(self, error: Exception) -> NotServing:
         return NotServing(f"{LOST} ({type(error).__name__})", ErrorKind.RANK_FAILURE)
