@@ -51,6 +51,9 @@ inline void to_floats(const void* from, int64_t type, int64_t first, int64_t n, 
         for (; i + 8 <= n; i += 8)
             _mm256_storeu_ps(to + i, _mm256_cvtph_ps(_mm_loadu_si128((const __m128i*)(half + i))));
 #endif
+#ifdef __F16C__
+        for (; i < n; ++i) to[i] = _cvtsh_ss(half[i]);
+#endif
         for (; i < n; ++i) to[i] = from_half(half[i]);
     }
     if (type == BF16)
@@ -312,6 +315,84 @@ void product_of(const Packed& w, int64_t expert, const Inputs& in, float* y, int
     }
 }
 
+#ifdef __AVX512F__
+
+// Four-bit codes of a chunk looked up as floats: even columns in the low nibbles, odd in the high.
+// x has them apart in the same way. A group is whole chunks, or half of one (WIDE or not).
+template <bool WIDE, int M>
+void dot_nibbles(const Packed& w, const uint8_t* codes, const RowScales& s, __m512 table,
+                 const float* x, const float* sums, float* out, int64_t out_stride) {
+    __m512 total[M];
+    for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
+    const int64_t step = WIDE ? w.group : CHUNK;
+    for (int64_t k = 0, g = 0; k < w.columns; g += WIDE ? 1 : 2) {
+        __m512 even[M], odd[M];
+        for (int m = 0; m < M; ++m) even[m] = odd[m] = _mm512_setzero_ps();
+        for (const int64_t end = k + step; k < end; k += CHUNK) {
+            const __m128i bytes = _mm_loadu_si128((const __m128i*)(codes + k / 2));
+            const __m512i both = _mm512_cvtepu8_epi32(bytes);
+            const __m512 low = _mm512_permutexvar_ps(both, table);
+            const __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table);
+            for (int m = 0; m < M; ++m) {
+                const float* at = x + m * w.columns + k;
+                even[m] = _mm512_fmadd_ps(_mm512_loadu_ps(at), low, even[m]);
+                odd[m] = _mm512_fmadd_ps(_mm512_loadu_ps(at + 16), high, odd[m]);
+            }
+        }
+        __m512 scale = _mm512_set1_ps(s.scale[g]);
+        if (!WIDE) scale = _mm512_mask_blend_ps(0xFF00, scale, _mm512_set1_ps(s.scale[g + 1]));
+        for (int m = 0; m < M; ++m)
+            total[m] = _mm512_fmadd_ps(_mm512_add_ps(even[m], odd[m]), scale, total[m]);
+    }
+    for (int m = 0; m < M; ++m) {
+        float rest = 0.0f;
+        if (w.zero)
+            for (int64_t g = 0; g < w.across; ++g)
+                rest += s.scale[g] * s.zero[g] * sums[m * w.across + g];
+        out[m * out_stride] = _mm512_reduce_add_ps(total[m]) - rest;
+    }
+}
+
+template <bool WIDE>
+void nibble_product(const Packed& w, int64_t expert, const float* x, const float* sums, float* y,
+                    int64_t M, float* room) {
+    float levels[16];
+    for (int i = 0; i < 16; ++i) levels[i] = w.is_float4 ? FLOAT4[i] : SIGNED4[i];
+    const __m512 table = _mm512_loadu_ps(levels);
+    RowScales scales(w, expert, room);
+    for (int64_t n = 0; n < w.rows; ++n) {
+        scales.at(n);
+        const uint8_t* codes = w.codes + (expert * w.rows + n) * w.columns / 2;
+        for (int64_t m = 0, taken; m < M; m += taken) {
+            taken = M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
+            const float *in = x + m * w.columns, *of = sums ? sums + m * w.across : nullptr;
+            float* out = y + m * w.rows + n;
+            if (taken == 4)
+                dot_nibbles<WIDE, 4>(w, codes, scales, table, in, of, out, w.rows);
+            else if (taken == 2)
+                dot_nibbles<WIDE, 2>(w, codes, scales, table, in, of, out, w.rows);
+            else
+                dot_nibbles<WIDE, 1>(w, codes, scales, table, in, of, out, w.rows);
+        }
+    }
+}
+
+inline bool has_nibble_product(const Packed& w) {
+    return w.bits == 4 && w.columns % CHUNK == 0 && (w.group % CHUNK == 0 || w.group == CHUNK / 2);
+}
+
+// x [M, K] with the even and the odd columns of each chunk apart.
+inline void split_pairs(const float* x, int64_t stride, float* to, int64_t M, int64_t K) {
+    for (int64_t m = 0; m < M; ++m)
+        for (int64_t k = 0; k < K; k += CHUNK, to += CHUNK)
+            for (int64_t i = 0; i < CHUNK / 2; ++i) {
+                to[i] = x[m * stride + k + 2 * i];
+                to[i + CHUNK / 2] = x[m * stride + k + 2 * i + 1];
+            }
+}
+
+#endif
+
 // Rows of x [M, K] in 255 steps of their largest value each, as the reference rounds them.
 void round_rows(const float* x, int64_t stride, int8_t* bytes, float* steps, int64_t M,
                 int64_t K) {
@@ -357,6 +438,18 @@ void product(const Packed& w, int64_t expert, const float* x, int64_t stride, fl
             }
         in.sums = sums;
     }
+#ifdef __AVX512F__
+    if (!in_bytes && has_nibble_product(w)) {
+        static thread_local std::vector<float> apart;
+        const auto needed = static_cast<size_t>(M * K + 2 * w.across);
+        if (apart.size() < needed) apart.resize(needed);
+        float* room = apart.data() + M * K;
+        split_pairs(x, stride, apart.data(), M, K);
+        const auto of = w.group % CHUNK == 0 ? nibble_product<true> : nibble_product<false>;
+        of(w, expert, apart.data(), in.sums, y, M, room);
+        return;
+    }
+#endif
     const auto of = w.bits == 8   ? product_of<INT8, CHUNK>
                     : w.bits == 2 ? product_of<INT2, CHUNK>
                     : w.is_float4 ? product_of<FLOAT4_KIND, CHUNK / 2>
