@@ -66,6 +66,7 @@ class RankStatus:
     load_seconds: float = 0.0  # from the first read of weights to now, or to the last
     planned_rows: dict[str, int] = field(default_factory=dict)  # ledger row -> bytes
     measured_rows: dict[str, int] = field(default_factory=dict)
+    cpus: tuple[int, ...] = ()  # processors that its step loop may run on
     chip: ChipReading | None = None  # its sensors, not older than 5 s; None: nothing is known
 
 

@@ -50,4 +50,5 @@ def _running(status: RankStatus, snapshot: RankSnapshot) -> RankStatus:
         weights_read_bytes=snapshot.weights_read_bytes,
         load_seconds=snapshot.load_seconds,
         measured_rows=dict(snapshot.memory_bytes),
+        cpus=snapshot.cpus,
     )

@@ -25,9 +25,11 @@ from cluster.gang import RankDied, RankHandle, run_phase
 from cluster.output_window import OutputWindow
 from cluster.rank_factory import RankEngine, RankFactory, make_rank
 from cluster.rank_orders import RankOrders
+from cluster.visible_chips import logical_chip, rank_environment
 from placement.config import EngineConfig
 from placement.errors import ConfigError, NrankError, RankError
 from placement.topology import ChipProfile, emulated_topology, number_ranks
+from rank_worker.affinity import pin_thread
 from rank_worker.device_sensors.reading import NodeReading
 from rank_worker.guard_word import Order
 from rank_worker.messages import (
@@ -67,13 +69,21 @@ class RankWorker:
         context = ray.get_runtime_context()
         ids = context.get_accelerator_ids().get(self._resource, [])
         # Custom resources have no ids: there the bundle's number stands for the chip.
-        chip = int(ids[0]) if ids and str(ids[0]).isdigit() else self._bundle
+        chip = self._bundle
+        if ids and str(ids[0]).isdigit():
+            chip = int(ids[0])
+            logical_chip(self._resource, chip, os.environ)  # the only one that it sees
         address = str(ray.util.get_node_ip_address())  # type: ignore[no-untyped-call]
         return RankIdentity(os.getpid(), context.get_node_id(), chip, address, own_log_path())
 
-    def assign(self, factory: RankFactory, rank: int, world_size: int) -> None:
+    def assign(
+        self, factory: RankFactory, rank: int, world_size: int, share: tuple[int, int]
+    ) -> None:
+        """On the thread that will run the rank. `share`: its chip, and the chips of the node."""
         self._name = f"rank {rank} of {world_size}"
         with self._last_words():
+            if self._config.pin_cpus and (reason := pin_thread(*share)):
+                self._log(f"not pinned to cores: {reason}")
             self._engine = factory(self._config, rank, world_size)
         self._orders.attach(self._engine)
 
@@ -157,6 +167,7 @@ class RayRank:
         self._rank = -1
         self._factory = factory
         self.identity = RankIdentity(0, "", -1, "")
+        self.share = (0, 1)  # its chip, and how many the node has
 
     async def _ask(self, reference: Awaitable[T]) -> T:
         try:
@@ -177,7 +188,7 @@ class RayRank:
     async def assign(self, rank: int, world_size: int) -> None:
         self._rank = rank
         self.name = f"rank {rank} (pid {self.identity.pid}, chip {self.identity.physical_chip})"
-        await self._ask(self.actor.assign.remote(self._factory, rank, world_size))
+        await self._ask(self.actor.assign.remote(self._factory, rank, world_size, self.share))
 
     async def listen(self) -> int:
         return await self._ask(self.actor.listen.remote())
@@ -256,6 +267,9 @@ class RayLauncher:
         calls = {index: rank.identify() for index, rank in enumerate(self._ranks)}
         identities = await run_phase("place", calls, timeout_s, "start_timeout_s")
         chips = [identities[index].physical_chip for index in range(count)]
+        on_node = max(chips_of_node(self._resource, identities[0].node), max(chips) + 1)
+        for rank, chip in zip(self._ranks, chips, strict=True):
+            rank.share = (chip, on_node)
         topology = emulated_topology(max(chips) + 1, self._profile)
         order = number_ranks(chips, topology)
         for note in order.notes:
@@ -270,7 +284,7 @@ class RayLauncher:
             "max_task_retries": 0,
             "concurrency_groups": {"control": 4, "out": 1},
             "scheduling_strategy": PlacementGroupSchedulingStrategy(group, bundle),
-            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1"}},
+            "runtime_env": {"env_vars": {"OMP_NUM_THREADS": "1", **rank_environment()}},
         }
         if self._resource == "GPU":  # Ray's own name: not a custom resource
             options["num_gpus"] = 1
@@ -327,6 +341,12 @@ def check_resources(resource: str, count: int) -> None:
             f"{count} ranks need {count} x {resource} on one node, but {told}; "
             "ask for fewer ranks (ranks) or start Ray with more chips (chips)"
         )
+
+
+def chips_of_node(resource: str, node: str) -> int:
+    """How many of `resource` a node has, used or not; 0 for a node that is gone."""
+    nodes = ray.nodes()  # type: ignore[no-untyped-call]
+    return int(sum(one["Resources"].get(resource, 0) for one in nodes if one["NodeID"] == node))
 
 
 def _wait_exit(pids: Sequence[int], timeout_s: float) -> None:

@@ -66,6 +66,7 @@ class ServeConfig(BaseModel):
     graphs: bool = True  # decode steps are recorded and replayed, on devices that can
     int8_activations: bool = False  # inputs of products with packed weights in 8 bits
     comm: Literal["auto", "shm", "gloo"] = "auto"
+    pin_cpus: bool | None = None  # step loops on cores of their own; null: on every device but cpu
     load_timeout_s: float = Field(600.0, gt=0)
     start_timeout_s: float = Field(120.0, gt=0)
     step_timeout_s: float = Field(20.0, gt=0)
@@ -121,6 +122,7 @@ class ServeConfig(BaseModel):
         changes["dtype"] = self.dtype or default_dtype(self.device, model)
         changes["mtp"] = default_drafts(model) if self.mtp is None else self.mtp
         changes["model_name"] = self.model_name or Path(model).resolve().name
+        changes["pin_cpus"] = self.device != "cpu" if self.pin_cpus is None else self.pin_cpus
         return self.model_copy(update=changes)
 
     def engine(self) -> EngineConfig:

@@ -134,6 +134,7 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
     if "mtp" not in values:
         values["mtp"] = default_drafts(model_dir)
     values.setdefault("dtype", default_dtype(values.get("device", "cpu"), model_dir))
+    values.setdefault("pin_cpus", values.get("device", "cpu") != "cpu")
     return EngineConfig(model_dir=model_dir, **values)
 
 

@@ -35,6 +35,7 @@ class EngineConfig:
     graphs: bool = True  # decode steps are recorded and replayed, on devices that can
     int8_activations: bool = False  # inputs of products with packed weights in 8 bits
     comm: str = "auto"  # auto | shm | gloo | nccl | hccl
+    pin_cpus: bool = False  # each rank's step loop on cores of its own
     load_timeout_s: float = 600.0
     start_timeout_s: float = 120.0
     step_timeout_s: float = 20.0

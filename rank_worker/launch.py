@@ -23,6 +23,7 @@ from typing import Any
 
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError
+from rank_worker.affinity import pin_thread
 from rank_worker.guard_word import GuardWord, Order
 from rank_worker.load_progress import rank_text, slowest
 from rank_worker.messages import (
@@ -151,6 +152,8 @@ def _child_main(
 ) -> None:  # fmt: skip
     _end_with_launcher()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides
+    if config.pin_cpus:
+        pin_thread(rank, world_size)
     worker = make_rank(config, rank, world_size, word=word)
     try:
         worker.open(port)
@@ -253,6 +256,8 @@ class Engine:
 
     def _lead(self) -> None:
         try:
+            if self.config.pin_cpus:
+                pin_thread(0, self.config.ranks)
             self.rank0.open(self._port)
             self.rank0.load()
             self._loaded.set()

@@ -169,6 +169,7 @@ class RankSnapshot:
     drafts: DraftFigures = DraftFigures()
     prefix_cache: PrefixFigures = field(default_factory=PrefixFigures)
     memory_bytes: dict[str, int] = field(default_factory=dict)  # ledger row -> measured bytes
+    cpus: tuple[int, ...] = ()  # processors that its step loop may run on; empty: not known
 
     @property
     def accepted_tokens(self) -> int:

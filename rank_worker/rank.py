@@ -25,6 +25,7 @@ from placement.reads import plan_reads
 from placement.spec import Axis
 from rank_worker.comm import Comm, LocalComm, make_comm
 from rank_worker.cool_reads import CoolReads
+from rank_worker.affinity import cpus_of
 from rank_worker.device import Device, open_device
 from rank_worker.guard_word import GuardWord, Order
 from rank_worker.loader import LoadCounter, Loader
@@ -101,6 +102,7 @@ class Rank:
         self._counters_read_s = 0.0
 
     def listen(self) -> int:
+        self._thread_id = 0  # of the step loop
         """Rank 0 opens the rendezvous on a free port and returns the port."""
         from rank_worker.comm_store import listen
 
@@ -121,6 +123,7 @@ class Rank:
             self._device = open_device(self.config.device)
         self._device.begin(self.rank, parameter_dtype(self.config.dtype))
         return self._device
+        self._thread_id = threading.get_native_id()
 
     def load(self) -> None:
         """Plans, reads the owned bytes, builds the caches and runs a warm-up step on all ranks."""
@@ -433,6 +436,7 @@ class Rank:
         if self.runner is None:
             return PrefixFigures()
         cache = self.scheduler.cache if self.scheduler else None
+            cpus=cpus_of(self._thread_id) if self._thread_id else (),
         return prefix_figures(self.runner.store, self._copies, cache)
 
     def expert_counts(self) -> list[list[int]]:

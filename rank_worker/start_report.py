@@ -11,6 +11,7 @@ from dataclasses import dataclass, field
 from placement.explain import format_bytes
 from placement.plan import Plan
 from placement.roofline import StepEstimate
+from rank_worker.affinity import cpus_text
 from rank_worker.messages import RankSnapshot
 
 CACHE_ROWS = ("kv_pages", "index_pages")  # bytes of a step that grow with the context
@@ -48,14 +49,17 @@ class StartReport:
     prefix_tiers: dict[str, PrefixTier] = field(default_factory=dict)  # device, host
     drafts_per_step: int = 0
     draft_bytes: tuple[int, ...] = ()  # of the draft head on each rank, with its cache
+    cpus: tuple[tuple[int, ...], ...] = ()  # processors of each rank's step loop
 
     def lines(self) -> tuple[str, ...]:
-        """One for the step and all memory, and one each for reuse and drafts, where told."""
+        """One for the step and all memory, and one each for reuse, drafts and cores, where told."""
         told = [self._step()]
         if self.prefix_tiers:
             told.append(f"prefix cache: {self._tiers()}")
         if self.draft_bytes:
             told.append(f"multi-token prediction: {self._drafts()}")
+        if any(self.cpus):
+            told.append(f"processors: {self._cpus()}")
         return tuple(told)
 
     def _tiers(self) -> str:
@@ -71,6 +75,11 @@ class StartReport:
         if not self.drafts_per_step:
             return "off"
         return f"{self.drafts_per_step} drafts a step, draft head {_by_rank(self.draft_bytes)}"
+
+    def _cpus(self) -> str:
+        if len(self.cpus) > 1 and len(set(self.cpus)) == 1:
+            return f"{cpus_text(self.cpus[0])}, shared by all ranks"
+        return ", ".join(f"rank {rank} on {cpus_text(own)}" for rank, own in enumerate(self.cpus))
 
     def _step(self) -> str:
         sizes = ", ".join(
@@ -106,6 +115,7 @@ def start_report(plan: Plan, snapshots: Sequence[RankSnapshot]) -> StartReport:
         draft_bytes=tuple(
             sum(one.memory_bytes.get(row, 0) for row in DRAFT_ROWS) for one in snapshots
         ),
+        cpus=tuple(one.cpus for one in snapshots),
     )
 
 

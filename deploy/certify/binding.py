@@ -20,7 +20,7 @@ from placement.evidence import Binding
 # Say where and for how long, not what is computed; what an ownership file holds is in the plan id.
 NO_PART = (
     "model_dir", "master_address", "ownership_file", "load_timeout_s", "start_timeout_s",
-    "step_timeout_s",
+    "step_timeout_s", "pin_cpus",
 )  # fmt: skip
 SUFFIXES = (".json", ".jinja", ".safetensors")
 WHOLE_BYTES = 32 << 20  # files up to this size are read whole, of larger ones some pieces

@@ -13,6 +13,8 @@ from placement.topology import find_profile
 
 pytestmark = pytest.mark.ray
 
+NUM_CHIPS = 6  # of the cluster
+
 
 @pytest.fixture
 def launcher(cluster, server):
@@ -77,3 +79,26 @@ def test_chips_that_others_hold_are_told_after_the_deadline(launcher):
             await gang.kill()
 
     asyncio.run(body())
+
+
+def test_a_parent_that_sees_all_chips_does_not_pass_that_on(launcher):
+    """`ray job submit` starts its driver with Ray's isolation off, and what it starts inherits."""
+    import ray
+
+    async def placed():
+        gang = launcher(1)
+        try:
+            [rank] = await gang.place()
+            return rank.identity.physical_chip, rank.share
+        finally:
+            await gang.kill()
+
+    switch = {"RAY_EXPERIMENTAL_NOSET_ASCEND_RT_VISIBLE_DEVICES": "1"}
+
+    @ray.remote(num_cpus=0, runtime_env={"env_vars": switch})
+    def parent():
+        return os.environ[next(iter(switch))], asyncio.run(placed())
+
+    inherited, (chip, share) = ray.get(parent.remote(), timeout=60)
+    assert inherited == "1"
+    assert share == (chip, NUM_CHIPS)
