@@ -63,10 +63,11 @@ class ServeConfig(BaseModel):
     decode_share: float = Field(0.55, ge=0, lt=1)  # of their rate that answers keep beside prefill
     check_interval_steps: int = Field(64, ge=1)
     check_contracts: bool = False
+    ops_file: str = ""  # results of operators on this machine, as `nrank doctor --ops` writes
     graphs: bool = True  # decode steps are recorded and replayed, on devices that can
     int8_activations: bool = False  # inputs of products with packed weights in 8 bits
-    comm: Literal["auto", "shm", "gloo"] = "auto"
     pin_cpus: bool | None = None  # step loops on cores of their own; null: on every device but cpu
+    comm: Literal["auto", "shm", "gloo"] = "auto"
     load_timeout_s: float = Field(600.0, gt=0)
     start_timeout_s: float = Field(120.0, gt=0)
     step_timeout_s: float = Field(20.0, gt=0)
@@ -121,8 +122,8 @@ class ServeConfig(BaseModel):
             changes["ranks"] = EMBEDDED_RANKS
         changes["dtype"] = self.dtype or default_dtype(self.device, model)
         changes["mtp"] = default_drafts(model) if self.mtp is None else self.mtp
-        changes["model_name"] = self.model_name or Path(model).resolve().name
         changes["pin_cpus"] = self.device != "cpu" if self.pin_cpus is None else self.pin_cpus
+        changes["model_name"] = self.model_name or Path(model).resolve().name
         return self.model_copy(update=changes)
 
     def engine(self) -> EngineConfig:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+from pathlib import Path
 from typing import TYPE_CHECKING
 
-from deploy.defaults import DEVICES
+from deploy.defaults import DEVICES, DTYPES, default_dtype
 from deploy.flags import add_command, add_model_flag, model_path
 
 if TYPE_CHECKING:
@@ -28,6 +29,13 @@ def add_parser(commands: argparse._SubParsersAction[argparse.ArgumentParser]) ->
     parser.add_argument(
         "--device", choices=DEVICES, default=FIRST_DEVICE, help="device to check for (default npu)"
     )
+    parser.add_argument(
+        "--ops",
+        metavar="FILE",
+        help="run every operator of the device against the reference at the model's shapes and "
+        "write what came of it to FILE, for the setting ops_file",
+    )
+    parser.add_argument("--dtype", choices=DTYPES, help="with --ops: the type to compute in")
     parser.add_argument("--json", action="store_true", help="print the findings as JSON")
     parser.set_defaults(run=run)
 
@@ -36,7 +44,14 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.doctor.finding import must_fix, to_json
     from deploy.doctor.findings_text import as_text
 
-    findings = examine(arguments.device, model_path(arguments.model))
+    model_dir = model_path(arguments.model)
+    if arguments.ops:
+        from deploy.doctor.operators import probe_operators
+
+        dtype = arguments.dtype or default_dtype(arguments.device, model_dir)
+        findings = probe_operators(arguments.device, model_dir, dtype, Path(arguments.ops))
+    else:
+        findings = examine(arguments.device, model_dir)
     if arguments.json:
         print(json.dumps(to_json(arguments.device, findings)))
     else:

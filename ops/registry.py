@@ -31,6 +31,8 @@ from ops.reference import (
     verify,
 )
 from ops.spec import (
+    PASSED,
+    PROBED,
     REFERENCE,
     Capability,
     ContractError,
@@ -121,6 +123,12 @@ def variants_of(backend: str) -> tuple[Implementation, ...]:
     return variants
 
 
+def _failed_before(candidate: Implementation, capability: Capability) -> str | None:
+    """What the capability file says of it, where that is not that it passed."""
+    result = capability.version(PROBED + candidate.name)
+    return None if result in (None, PASSED) else f"the capability file says: {result}"
+
+
 def resolve(
     op: str, capability: Capability, variants: Iterable[Implementation] | None = None
 ) -> Resolution:
@@ -131,7 +139,7 @@ def resolve(
     candidates = [v for v in known if v.op == op and v.backend == capability.backend]
     refused: list[tuple[str, str]] = []
     for candidate in sorted(candidates, key=lambda v: -v.priority):
-        reason = candidate.requires(capability)
+        reason = _failed_before(candidate, capability) or candidate.requires(capability)
         if reason is None:
             return Resolution(candidate, tuple(refused))
         refused.append((candidate.name, reason))

@@ -14,6 +14,8 @@ import torch
 from placement.errors import NrankError
 
 REFERENCE = "reference"
+PROBED = "op:"  # component that tells how an implementation did on this machine, by its name
+PASSED = "passed"
 
 
 class ContractError(NrankError):

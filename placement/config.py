@@ -32,10 +32,11 @@ class EngineConfig:
     decode_share: float = 0.55  # of their own rate that running answers keep beside prefill
     check_interval_steps: int = 64  # decisions of all ranks are compared this often
     check_contracts: bool = False  # ops verify ids, slots and shapes before they run
+    ops_file: str = ""  # results of operators on this machine, as `nrank doctor --ops` writes
     graphs: bool = True  # decode steps are recorded and replayed, on devices that can
     int8_activations: bool = False  # inputs of products with packed weights in 8 bits
-    comm: str = "auto"  # auto | shm | gloo | nccl | hccl
     pin_cpus: bool = False  # each rank's step loop on cores of its own
+    comm: str = "auto"  # auto | shm | gloo | nccl | hccl
     load_timeout_s: float = 600.0
     start_timeout_s: float = 120.0
     step_timeout_s: float = 20.0

@@ -13,7 +13,7 @@ from typing import Any, Protocol
 import torch
 from torch import Tensor
 
-from ops.spec import Capability
+from ops.spec import Capability, OpInfo
 from placement.errors import ConfigError
 from rank_worker.streams import HostStreams, Streams
 from rank_worker.weights import WeightSource
@@ -51,6 +51,12 @@ class Device(Protocol):
 
     def weights(self, source: WeightSource) -> WeightSource:
         """Hands out the tensors of `source` on this device."""
+
+    def place(self, value: Tensor) -> Tensor:
+        """A tensor of the host on this device."""
+
+    def prepare(self, chosen: Sequence[OpInfo]) -> None:
+        """Learns which operators will read what is packed from now on."""
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """A weight [out, in] in the memory layout that this device multiplies fastest with."""
@@ -107,6 +113,12 @@ class CpuDevice:
 
     def weights(self, source: WeightSource) -> WeightSource:
         return source
+
+    def place(self, value: Tensor) -> Tensor:
+        return value
+
+    def prepare(self, chosen: Sequence[OpInfo]) -> None:
+        """Every layout is one that the reference reads, too."""
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         """Column-major: 1.1-1.6 times faster than row-major at 1-16 rows (MKL, fp32 and AVX2)."""

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ops.spec import OpInfo
 from placement.errors import ConfigError
 from rank_worker.device import CapturedGraph
 from rank_worker.streams import AcceleratorStreams, Streams
@@ -136,6 +137,12 @@ class AcceleratorDevice:
 
     def weights(self, source: WeightSource) -> WeightSource:
         return PlacedWeights(source, self.device)
+
+    def place(self, value: Tensor) -> Tensor:
+        return value.to(self.device)
+
+    def prepare(self, chosen: Sequence[OpInfo]) -> None:
+        """Every layout is one that the reference reads, too."""
 
     def pack_linear(self, weight: Tensor) -> Tensor:
         return weight.contiguous()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import importlib
 import os
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from torch import Tensor
 from ops.npu import library
 from ops.npu.soc import SocProfile, find_soc
 from ops.npu.variants import COMPONENT
-from ops.spec import Capability
+from ops.spec import REFERENCE, Capability, OpInfo
 from placement.errors import ConfigError
 from rank_worker.device_accelerator import AcceleratorDevice
 
@@ -34,6 +35,7 @@ class NpuDevice(AcceleratorDevice):
         super().__init__()
         self.soc_name = ""
         self.soc: SocProfile | None = None
+        self._banks_in_tiles = False
 
     def begin(self, rank: int, dtype: torch.dtype) -> None:
         for name, value in ENVIRONMENT.items():
@@ -66,6 +68,11 @@ class NpuDevice(AcceleratorDevice):
         versions = (("torch", torch.__version__), (COMPONENT, version))
         return Capability(self.name, self.soc_name, dtype, versions)
 
+    def prepare(self, chosen: Sequence[OpInfo]) -> None:
+        """Banks lie in tiles for the grouped product; the reference indexes them in rows."""
+        by_op = {one.op: one.backend for one in chosen}
+        self._banks_in_tiles = by_op.get("moe_experts", REFERENCE) != REFERENCE
+
     def pack_linear(self, weight: Tensor) -> Tensor:
         """In tiles of 16 x 16, where the chip multiplies from them; a size of 1 stays in rows."""
         weight = weight.contiguous()
@@ -80,7 +87,7 @@ class NpuDevice(AcceleratorDevice):
         What comes back has the shape of `bank`, over memory [experts, in, out].
         """
         turned = bank.transpose(1, 2).contiguous()
-        if self._lies_in_tiles(turned):
+        if self._banks_in_tiles and self._lies_in_tiles(turned):
             turned = library.library().npu_format_cast(turned, FRACTAL_NZ)
         return turned.transpose(1, 2)
 

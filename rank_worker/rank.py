@@ -11,10 +11,12 @@ import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
 
+from ops.capability_file import with_results
 from ops.registry import OpSet
 from placement.config import EngineConfig
 from placement.errors import NrankError, RankError
@@ -23,9 +25,9 @@ from placement.plan import Plan
 from placement.prepare import prepare
 from placement.reads import plan_reads
 from placement.spec import Axis
+from rank_worker.affinity import cpus_of
 from rank_worker.comm import Comm, LocalComm, make_comm
 from rank_worker.cool_reads import CoolReads
-from rank_worker.affinity import cpus_of
 from rank_worker.device import Device, open_device
 from rank_worker.guard_word import GuardWord, Order
 from rank_worker.loader import LoadCounter, Loader
@@ -100,9 +102,9 @@ class Rank:
         self._expert_counts: list[list[int]] = []
         self._copies: dict[str, CopyFigures] = {}
         self._counters_read_s = 0.0
+        self._thread_id = 0  # of the step loop
 
     def listen(self) -> int:
-        self._thread_id = 0  # of the step loop
         """Rank 0 opens the rendezvous on a free port and returns the port."""
         from rank_worker.comm_store import listen
 
@@ -121,9 +123,9 @@ class Rank:
         """Takes the chip for this thread: before a communicator, and again in each thread."""
         if self._device is None:
             self._device = open_device(self.config.device)
+        self._thread_id = threading.get_native_id()
         self._device.begin(self.rank, parameter_dtype(self.config.dtype))
         return self._device
-        self._thread_id = threading.get_native_id()
 
     def load(self) -> None:
         """Plans, reads the owned bytes, builds the caches and runs a warm-up step on all ranks."""
@@ -140,7 +142,11 @@ class Rank:
         source = WeightSource(loader, tensors, reads, PackedReader(share, scales))
         self._weight_bytes = source.row_bytes
         device = self._begin()
-        ops = OpSet(device.capability(dtype), self.config.check_contracts)
+        capability = device.capability(dtype)
+        if self.config.ops_file:
+            capability = with_results(capability, Path(self.config.ops_file))
+        ops = OpSet(capability, self.config.check_contracts)
+        device.prepare(ops.op_info())
         parts = Parts(
             ops, device, spec, share, plan.replica_table,
             plan.num_pages, plan.page_tokens, plan.num_slots, self.config.int8_activations,
@@ -430,13 +436,13 @@ class Rank:
             drafts=draft_figures(scheduler),
             prefix_cache=self._prefix_figures(),
             memory_bytes=memory,
+            cpus=cpus_of(self._thread_id) if self._thread_id else (),
         )
 
     def _prefix_figures(self) -> PrefixFigures:
         if self.runner is None:
             return PrefixFigures()
         cache = self.scheduler.cache if self.scheduler else None
-            cpus=cpus_of(self._thread_id) if self._thread_id else (),
         return prefix_figures(self.runner.store, self._copies, cache)
 
     def expert_counts(self) -> list[list[int]]:

@@ -8,13 +8,11 @@ from ops.npu import attention, delta, experts, norms, rope
 from ops.npu.manifest import TORCH_NPU_VERSIONS
 from ops.npu.soc import find_soc
 from ops.registry import register
-from ops.spec import Capability, Implementation, Requirement
+from ops.spec import Capability, Implementation
 from placement.errors import ConfigError
 
 _BACKEND = "npu"
 COMPONENT = "torch_npu"
-PROBED = "op:"  # component name of an operator's result in the capability file
-PASSED = "passed"
 
 
 def _runs_there(capability: Capability) -> str | None:
@@ -39,18 +37,6 @@ def _version_fits(version: str | None) -> str | None:
     return f"torch_npu {version} is outside {' to '.join(TORCH_NPU_VERSIONS)}"
 
 
-def _unless_failed(op: str) -> Requirement:
-    """The capability file of this machine may have found that an operator is wrong there."""
-
-    def requires(capability: Capability) -> str | None:
-        result = capability.version(PROBED + op)
-        if result is not None and result != PASSED:
-            return f"the capability file says: {result}"
-        return _runs_there(capability)
-
-    return requires
-
-
 _OPERATORS = (
     *norms.OPERATORS,
     *rope.OPERATORS,
@@ -59,5 +45,5 @@ _OPERATORS = (
     *delta.OPERATORS,
 )
 VARIANTS: tuple[Implementation, ...] = tuple(
-    register(f.__name__, f, _BACKEND, 1, _unless_failed(f.__name__)) for f in _OPERATORS
+    register(f.__name__, f, _BACKEND, 1, _runs_there) for f in _OPERATORS
 )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,7 +77,7 @@ def test_known_versions_run_the_variants(version: str) -> None:
 
 
 def test_an_operator_that_failed_on_this_machine_is_left_to_the_reference() -> None:
-    versions = (*VERSIONS, ("op:moe_experts", "failed: 561103"))
+    versions = (*VERSIONS, ("op:ops.npu.experts.moe_experts", "failed: 561103"))
     capability = Capability("npu", "Ascend310P3", torch.float16, versions)
     info = {one.op: one for one in OpSet(capability).op_info()}
     assert info["moe_experts"].backend == REFERENCE
@@ -95,3 +97,19 @@ def test_time_limits_of_hccl_are_whole_steps_and_never_shorter(
     assert int(limit) % 68 == 0
     assert told["HCCL_BUFFSIZE"] == "200"
     assert told["HCCL_OP_EXPANSION_MODE"] == "HOST"
+
+
+def test_doctor_sees_that_nothing_is_computed_and_the_reference_runs_then(
+    program: Callable[..., dict[str, Any]], tmp_path: Path
+) -> None:
+    """A chip whose operators all give wrong results: what a pretend chip is."""
+    told = program("doctor.py", str(tmp_path / "ops.json"))
+    assert len(told["findings"]) >= 14
+    assert all(found["found"].startswith("failed: off by") for found in told["findings"])
+    assert set(told["backends"].values()) == {REFERENCE}
+    kept = json.loads((tmp_path / "ops.json").read_text())["identity"]
+    assert (kept["soc"], kept["dtype"], kept["torch_npu"][:6]) == (
+        "Ascend310P3",
+        "float16",
+        "2.13.0",
+    )

@@ -1,0 +1,86 @@
+"""What operators were found to do on one machine: a JSON file that `nrank doctor --ops` writes.
+
+A file belongs to a chip, a number type and versions; with any other it is refused, since it would
+tell of operators that are not those which run. Results become components of a Capability, by which
+the registry passes over what failed.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from ops.spec import PASSED, PROBED, Capability
+from placement.errors import ConfigError
+
+SCHEMA = 1
+
+
+@dataclass(frozen=True)
+class OpResult:
+    """One implementation: `passed`, or `failed: ` and why; its largest error where it ran."""
+
+    op: str
+    result: str
+    error: float | None = None
+
+    @property
+    def is_passed(self) -> bool:
+        return self.result == PASSED
+
+
+def identity(capability: Capability) -> dict[str, Any]:
+    """What a file has to agree with."""
+    versions = {name: v for name, v in capability.versions if not name.startswith(PROBED)}
+    dtype = str(capability.dtype).removeprefix("torch.")
+    own = {"backend": capability.backend, "soc": capability.soc, "dtype": dtype}
+    return {"torch": torch.__version__, **versions, **own}
+
+
+def write(path: Path, capability: Capability, results: Mapping[str, OpResult]) -> None:
+    """Whole or not at all. `results` are by the names of implementations."""
+    told = {
+        "schema": SCHEMA,
+        "identity": identity(capability),
+        "operators": {name: asdict(result) for name, result in results.items()},
+    }
+    part = path.with_name(f"{path.name}.{os.getpid()}.part")
+    try:
+        with part.open("w") as file:
+            json.dump(told, file, indent=1)
+            file.flush()
+            os.fsync(file.fileno())
+        part.replace(path)
+    except OSError as error:
+        part.unlink(missing_ok=True)
+        raise ConfigError(f"{path} can't be written: {error.strerror}; name another") from error
+
+
+def with_results(capability: Capability, path: Path) -> Capability:
+    """`capability` with the results in the file; ConfigError for one that is not this machine's."""
+    again = "run nrank doctor --ops again"
+    try:
+        told = json.loads(path.read_text())
+        schema, found, operators = told["schema"], told["identity"], told["operators"]
+        results = {str(name): str(one["result"]) for name, one in operators.items()}
+    except OSError as error:
+        raise ConfigError(f"{path} can't be read: {error.strerror}; {again}") from error
+    except (ValueError, KeyError, TypeError, AttributeError) as error:
+        raise ConfigError(f"{path} holds no results of operators; {again}") from error
+    if schema != SCHEMA:
+        raise ConfigError(f"{path} has schema {schema!r}, this version reads {SCHEMA}; {again}")
+    mine = identity(capability)
+    wrong = sorted(name for name in {*mine, *found} if mine.get(name) != found.get(name))
+    if wrong:
+        name = wrong[0]
+        raise ConfigError(
+            f"{path} is of {name} {found.get(name)!r}, this rank has {mine.get(name)!r}; {again}"
+        )
+    components = tuple((PROBED + name, result) for name, result in results.items())
+    return replace(capability, versions=capability.versions + components)
