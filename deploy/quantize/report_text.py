@@ -22,7 +22,8 @@ class Progress:
     """One line redrawn on a terminal, a line in a while elsewhere."""
 
     def __init__(self, stream: TextIO, clock: Callable[[], float] = time.monotonic) -> None:
-        self._line, self._clock, self._next_s = RedrawnLine(stream), clock, 0.0
+        self._line, self._clock = RedrawnLine(stream), clock
+        self._next_s = clock() + LINE_S
 
     def update(self, what: str, done: int, total: int) -> None:
         """Bytes, or layers where they are checked."""

@@ -4,9 +4,9 @@ Usage: python -m tests.deploy.quantize.perplexity [FOLDER]
 
 Each row is made by `nrank quantize` (kept in FOLDER, else in a temporary one) and run by the engine
 in float32 on one CPU rank, so the packed operators count, not the values that they stand for. Held
-texts: tests/golden/prompt.txt, which is in no training data, and texts of the certification's
-generator (sentences of a kind that the model wasn't trained on, drawn from a seed). Drafts are
-counted on prose and counting of `nrank bench`.
+text, which is in no training data: tests/golden/prompt.txt and docs/architecture.md as it is now.
+Beside it stand texts of the certification's generator (sentences drawn from a seed, as the model
+never saw them). Drafts are counted on prose and counting of `nrank bench`.
 """
 
 from __future__ import annotations
@@ -14,9 +14,9 @@ from __future__ import annotations
 import math
 import sys
 import tempfile
-from collections.abc import Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from statistics import mean, stdev
 
 from cluster.tokens import Tokenizer
 from deploy.bench.texts import make_texts
@@ -30,8 +30,12 @@ from placement.evidence import Asked
 from rank_worker.launch import launch_engine
 from rank_worker.messages import EngineRequest
 
-PROSE = Path(__file__).parents[2] / "golden" / "prompt.txt"
-GENERATED_TOKENS = 1024  # of each generated text
+ROOT = Path(__file__).parents[3]
+HELD = {
+    "prose": ROOT / "tests" / "golden" / "prompt.txt",
+    "docs": ROOT / "docs" / "architecture.md",
+}
+PART_TOKENS, MOST_PARTS = 1280, 3
 GENERATED = 3
 DRAFTS = 2
 
@@ -58,18 +62,22 @@ class Variant:
 
 @dataclass(frozen=True)
 class Held:
-    """Mean loss a token of each text in nats, tokens predicted, and drafts kept of those made."""
+    """Loss of each token in nats by text, and drafts kept of those made."""
 
-    prose: float
-    generated: float
-    whole: float
-    tokens: int
+    losses: dict[str, list[float]]
     accepted: int
     drafts: int
 
-    def above(self, base: Held) -> float:
-        """How much larger the perplexity of all texts is, as a share."""
-        return math.exp(self.whole - base.whole) - 1
+    def perplexity(self, name: str) -> float:
+        return math.exp(mean(self.losses[name]))
+
+    def held(self) -> list[float]:
+        return [loss for name in HELD for loss in self.losses[name]]
+
+    def above(self, base: Held) -> tuple[float, float]:
+        """How much larger the perplexity of the held text is, and the standard error of that."""
+        more = [a - b for a, b in zip(self.held(), base.held(), strict=True)]
+        return math.exp(mean(more)) - 1, stdev(more) / len(more) ** 0.5
 
 
 VARIANTS = (
@@ -91,20 +99,22 @@ VARIANTS = (
 )
 
 
-def held_texts(tokenizer: Tokenizer) -> list[tuple[int, ...]]:
-    """The prose, then the generated ones."""
-    asked = Asked((GENERATED_TOKENS,), (0, 50, 100), 1, 0, "")
-    made = [
-        make_prompt(tokenizer, asked, GENERATED_TOKENS, index).ids for index in range(GENERATED)
-    ]
-    return [tokenizer.encode(PROSE.read_text()), *made]
+def held_texts(tokenizer: Tokenizer) -> dict[str, list[tuple[int, ...]]]:
+    """Token ids by name of the text, in parts that fit the context."""
+    asked = Asked((PART_TOKENS,), (0, 50, 100), 1, 0, "")
+    made = [make_prompt(tokenizer, asked, PART_TOKENS, index).ids for index in range(GENERATED)]
+    whole = {name: tokenizer.encode(file.read_text()) for name, file in HELD.items()}
+    parts = {
+        name: [ids[at : at + PART_TOKENS] for at in range(0, len(ids) - 1, PART_TOKENS)]
+        for name, ids in whole.items()
+    }
+    return {name: found[:MOST_PARTS] for name, found in parts.items()} | {"generated": made}
 
 
-def measure(variant: Variant, kept: Path, texts: Sequence[tuple[int, ...]]) -> Held:
-    model = str(variant.folder(kept))
+def measure(variant: Variant, kept: Path, texts: dict[str, list[tuple[int, ...]]]) -> Held:
     config = EngineConfig(
-        model, context_tokens=2048, mtp=DRAFTS, prefix_cache=False, max_sequences=4,
-        int8_activations=variant.int8_activations, mtp_auto=False,
+        str(variant.folder(kept)), context_tokens=2048, mtp=DRAFTS, prefix_cache=False,
+        max_sequences=4, int8_activations=variant.int8_activations, mtp_auto=False,
     )  # fmt: skip
     drafted = [
         EngineRequest(f"{text.name}-{index}", ids, FULL.new, ignore_eos=True)
@@ -112,23 +122,17 @@ def measure(variant: Variant, kept: Path, texts: Sequence[tuple[int, ...]]) -> H
         if text.name in ("counting", "prose")
         for index, ids in enumerate(text.prompts)
     ]
+    losses: dict[str, list[float]] = {}
     with launch_engine(config) as engine:
-        scored = [
-            engine.generate([EngineRequest(f"t{i}", ids, 1, logprobs=0, prompt_logprobs=True)])[0]
-            for i, ids in enumerate(texts)
-        ]
+        for name, parts in texts.items():
+            losses[name] = []
+            for index, ids in enumerate(parts):
+                asked = EngineRequest(f"{name}-{index}", ids, 1, logprobs=0, prompt_logprobs=True)
+                (result,) = engine.generate([asked])
+                losses[name] += [-one.logprob for one in result.prompt_logprobs]
         answers = engine.generate(drafted)
-    losses = [[-one.logprob for one in result.prompt_logprobs] for result in scored]
-    generated = [loss for text in losses[1:] for loss in text]
-    every = [*losses[0], *generated]
-    return Held(
-        _mean(losses[0]), _mean(generated), _mean(every), len(every),
-        sum(one.accepted_tokens for one in answers), sum(one.draft_tokens for one in answers),
-    )  # fmt: skip
-
-
-def _mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)
+    accepted = sum(one.accepted_tokens for one in answers)
+    return Held(losses, accepted, sum(one.draft_tokens for one in answers))
 
 
 def main(folder: str | None) -> None:
@@ -140,13 +144,13 @@ def main(folder: str | None) -> None:
             held = measure(variant, kept, texts)
             if base is None:
                 base = held
-                print(f"{len(texts)} texts, {held.tokens} tokens predicted\n")
-                print("| weights | prose | generated | both | against bf16 | drafts kept |")
-                print("|---|---|---|---|---|---|")
-            perplexities = (math.exp(one) for one in (held.prose, held.generated, held.whole))
-            cells = " | ".join(f"{one:.3f}" for one in perplexities)
-            drafts = f"{held.accepted / held.drafts:.3f} of {held.drafts}"
-            change = f"{100 * held.above(base):+.2f} %" if held is not base else ""
+                print(", ".join(f"{name}: {len(found)}" for name, found in held.losses.items()))
+                print(f"| weights | {' | '.join(texts)} | held text against bf16 | drafts kept |")
+                print("|---|" + "---|" * (len(texts) + 2))
+            cells = " | ".join(f"{held.perplexity(name):.2f}" for name in texts)
+            more, error = held.above(base)
+            change = f"{100 * more:+.2f} ± {100 * error:.2f} %" if held is not base else ""
+            drafts = f"{held.accepted / held.drafts:.2f} of {held.drafts}"
             print(f"| {variant.name} | {cells} | {change} | {drafts} |", flush=True)
 
 
