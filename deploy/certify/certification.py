@@ -67,7 +67,7 @@ class Certification:
     file: EvidenceFile
     prompts: Mapping[int, Sequence[Prompt]]  # by length
     answers: Answers
-    start_gang: Callable[[], AbstractContextManager[Gang]]
+    start_gang: Callable[[Sequence[Pass]], AbstractContextManager[Gang]]
     pool: Pool  # of each gang
     on_cell: Callable[[Evidence, Cell], None]
     _warm: Prompt | None = field(default=None, init=False)  # what the gang at work computed last
@@ -78,7 +78,7 @@ class Certification:
             work = [(n, stage) for n in self.prompts for stage in stages if self._left(stage, n)]
             if work:
                 self._warm = None
-                with self.start_gang() as gang:
+                with self.start_gang(stages) as gang:
                     for length in dict.fromkeys(n for n, _ in work):
                         self._run_length(gang, length, stages)
         return self.file.evidence

@@ -5,12 +5,13 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from deploy.certify.certification import Gang
 from deploy.chip_guard import guard_of
 from deploy.load_display import LoadDisplay, is_terminal
 from placement.config import EngineConfig
+from placement.evidence import Pass
 from rank_worker.launch import Engine, GenerationResult, launch_engine
 from rank_worker.messages import EngineRequest
 
@@ -28,14 +29,20 @@ class LaunchedGang:
 
 def gang_starter(
     config: EngineConfig, before_output: Callable[[], None]
-) -> Callable[[], AbstractContextManager[Gang]]:
-    """On a terminal the load is shown; `before_output` comes first."""
+) -> Callable[[Sequence[Pass]], AbstractContextManager[Gang]]:
+    """On a terminal the load is shown; `before_output` comes first.
+
+    Where all sequences are to be whole at once, prompts have no need to wait for answers: with the
+    server's `decode_share` the first answers would end before the last prompt was read.
+    """
 
     @contextmanager
-    def start() -> Iterator[Gang]:
+    def start(stages: Sequence[Pass]) -> Iterator[Gang]:
         before_output()
+        share = 0.0 if Pass.FILL in stages else config.decode_share
+        used = replace(config, decode_share=share)
         display = LoadDisplay(sys.stderr) if is_terminal(sys.stderr) else None
-        with launch_engine(config, display.update if display else None, guard_of(config)) as engine:
+        with launch_engine(used, display.update if display else None, guard_of(used)) as engine:
             if display is not None:
                 display.clear()
             yield LaunchedGang(engine)

@@ -66,7 +66,7 @@ class Script:
     ran: list[Key] = field(default_factory=list)
 
     @contextmanager
-    def start(self) -> Iterator[ScriptedGang]:
+    def start(self, stages: Sequence[Pass]) -> Iterator[ScriptedGang]:
         self.gangs += 1
         yield ScriptedGang(self)
 

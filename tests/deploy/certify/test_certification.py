@@ -4,13 +4,18 @@ from __future__ import annotations
 
 import json
 import random
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
+from deploy.certify.certification import GANGS
 from deploy.certify.evidence_file import EvidenceFile
+from deploy.certify.gangs import gang_starter
 from deploy.certify.progress import found_at, table
+from placement.config import EngineConfig
 from placement.errors import ConfigError, NrankError
 from placement.evidence import Claim, Evidence, Pass, Verdict, read_evidence
 from tests.deploy.certify.scripted_gang import (
@@ -224,3 +229,20 @@ def test_a_claim_holds_only_where_nothing_changed(path: Path, script: Script) ->
     assert Claim(part, here).standing("plan") == (
         0, f"the evidence certifies no length: grid at {SHORT} tokens was not run whole",
     )  # fmt: skip
+
+
+def test_prompts_of_a_fill_do_not_wait_for_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else the first answers would end before the last prompt was read."""
+    used: list[EngineConfig] = []
+
+    @contextmanager
+    def launch(config: EngineConfig, *_: object) -> Iterator[None]:
+        used.append(config)
+        yield
+
+    monkeypatch.setattr("deploy.certify.gangs.launch_engine", launch)
+    start = gang_starter(EngineConfig("model"), lambda: None)
+    for stages in GANGS:
+        with start(stages):
+            pass
+    assert [config.decode_share for config in used] == [0.55, 0.55, 0.0]
