@@ -28,7 +28,7 @@ def codes_of_words(words: Tensor) -> Tensor:
 
 def zeros_of_bank(words: Tensor, rows: int, stacked: int) -> Tensor:
     """int8 [..., rows, G] of I32 words [..., W, G], eight rows a word, `stacked` matrices each."""
-    parts = words.unflatten(-2, (stacked, -1)).flatten(0, -3)
+    parts = words.unflatten(-2, (stacked, words.shape[-2] // stacked)).flatten(0, -3)
     zeros = [zeros_of_words(part, rows // stacked) for part in parts]
     shape = (*words.shape[:-2], rows, words.shape[-1])
     return torch.stack(zeros).view(shape) if zeros else words.new_zeros(shape, dtype=torch.int8)

@@ -203,5 +203,5 @@ def zero_words(zero: Tensor) -> Tensor:
 def zeros_of_words(words: Tensor, rows: int) -> Tensor:
     """The inverse: int8 [rows, G] of words [ceil(rows / 8), G]."""
     flat = words.t().flatten().contiguous().view(torch.uint8)
-    nibbles = flat.view(words.shape[1], -1)  # [G, 4 * words]
+    nibbles = flat.view(words.shape[1], 4 * words.shape[0])  # [G, 4 * words]
     return (split_codes(nibbles, 4).to(torch.int8) - 8).t()[:rows].contiguous()
