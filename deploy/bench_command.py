@@ -168,7 +168,7 @@ def run_against(arguments: argparse.Namespace) -> Outcome:
         a, b = (EngineSystem.start(stack, c, n) for n, c in (("A", sides.a), ("B", sides.b)))
         hot = sides.b if sides.a.device == "cpu" else sides.a
         celsius = stack.enter_context(chip_heat(hot.device, max(a.ranks, b.ranks)))
-        pair = Pair(a, b, has_same_ids=sides.a.dtype == sides.b.dtype)
+        pair = Pair(a, b, sides.has_same_ids)
         pairs = measure_pairs(pair, rounds, left_out, celsius)
     measured = MeasuredPairs(
         origin, Ending.now(row.max_celsius for row in pairs.rows), sides,

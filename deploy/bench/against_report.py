@@ -18,6 +18,8 @@ from deploy.bench.workloads import Spread
 if TYPE_CHECKING:
     from rich.table import Table
 
+DIFFERENT = "ids not compared, as types or weights differ"
+
 
 @dataclass(frozen=True)
 class MeasuredPairs:
@@ -47,6 +49,7 @@ def pairs_json(measured: MeasuredPairs) -> dict[str, Any]:
             "repeats": measured.repeats,
             "a": _config(asdict(sides.a)),
             "b": _config(asdict(sides.b)),
+            "expert_bytes": sides.expert_bytes(),
         },
         "prompts": dict(measured.prompts),
         "pairs": [asdict(row) for row in measured.pairs.rows],
@@ -122,13 +125,17 @@ def _notes(measured: MeasuredPairs) -> list[str]:
     for index, name in enumerate("AB"):
         values = (f"{field}={_value(pair[index])}" for field, pair in changed.items())
         lines.append(f"{name}: {', '.join(values) or 'the same: gains show the noise'}")
-    same = "dtype" not in changed
+    if (sizes := sides.expert_bytes()) is not None:
+        a, b = sizes
+        lines.append(
+            f"routed experts with scales, in memory: A {a:,} bytes, B {b:,}, {a / b:.2f} times less"
+        )
     lines += [
         f"{Path(sides.a.model_dir).name} in {sides.a.dtype}, commit {origin.commit}",
         machine_line(origin, measured.ending),
         *busy_of({**asdict(origin), **asdict(measured.ending)}),
         f"median (min-max), rounds: {measured.repeats}, who goes first is drawn and turned round; "
-        + ("same greedy ids from both" if same else "ids not compared, as the dtypes differ"),
+        + ("same greedy ids from both" if sides.has_same_ids else DIFFERENT),
     ]
     return lines
 

@@ -20,6 +20,7 @@ from placement.errors import ConfigError
 from placement.prepare import prepare
 
 TEXTS = ("counting-", "prose-")  # whose drafts are mostly kept, and half of them
+EXPERT_ROWS = ("routed_experts", "scales")
 STREAMS = 1000  # random ids of a workload begin at a multiple of this
 
 
@@ -35,9 +36,29 @@ class Sides:
         a, b = asdict(self.a), asdict(self.b)
         return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
 
+    @property
+    def has_same_ids(self) -> bool:
+        """Whether both have to make the same greedy ids: same weights in the same type."""
+        return (self.a.dtype, self.a.model_dir) == (self.b.dtype, self.b.model_dir)
+
+    def expert_bytes(self) -> list[int] | None:
+        """What routed experts and scales take in the memory of all ranks; None for one model."""
+        if self.a.model_dir == self.b.model_dir:
+            return None
+        plans = [prepare(config).plan for config in (self.a, self.b)]
+        return [
+            sum(dict(rank.rows).get(row, 0) for rank in plan.ranks for row in EXPERT_ROWS)
+            for plan in plans
+        ]
+
     def limits(self) -> ModelLimits:
-        """With the context that both sides have."""
+        """With the context that both sides have. ConfigError for two vocabularies."""
         both = [ModelLimits.read(config) for config in (self.a, self.b)]
+        if both[0].vocab != both[1].vocab:
+            raise ConfigError(
+                f"--against model: vocabularies of {both[0].vocab} and {both[1].vocab} tokens "
+                "can't be asked the same; give the same model in another format"
+            )
         return min(both, key=lambda one: one.context_tokens)
 
 
@@ -56,7 +77,8 @@ def make_sides(model_dir: str, ranks: int, base: str, against: str) -> Sides:
 
 def parse(flag: str, text: str) -> dict[str, str]:
     """FIELD=VALUE,... as it stands; ConfigError for an unknown field, naming the closest."""
-    known = [field.name for field in fields(EngineConfig) if field.name != "model_dir"]
+    names = [field.name for field in fields(EngineConfig)]
+    known = ["model" if name == "model_dir" else name for name in names]
     found: dict[str, str] = {}
     for part in filter(None, (piece.strip() for piece in text.split(","))):
         name, equals, value = (piece.strip() for piece in part.partition("="))

@@ -12,6 +12,7 @@ import pytest
 import torch
 from safetensors import safe_open
 
+from deploy.bench.sides import make_sides
 from deploy.cli import main
 from deploy.defaults import EMBEDDED_MODEL
 from deploy.quantize.config_file import patterns
@@ -27,6 +28,7 @@ from placement.models.registry import load_model_spec
 from tests.deploy.quantize.conftest import LAYERS, Convert, convert_into, files_of
 from tests.golden.lowbit_checkpoint import Pair
 
+SHIPPED = EMBEDDED_MODEL.with_name("tiny-flash-next-w4")
 IDS = torch.tensor([(7 * i * i + 3 * i) % 500 for i in range(40)])
 
 
@@ -140,10 +142,9 @@ def test_inspect_and_plan_show_what_was_made(
 
 def test_the_shipped_model_is_what_the_command_makes(tmp_path: Path) -> None:
     """And so the same at every run; its check on a text as well."""
-    shipped = EMBEDDED_MODEL.with_name("tiny-flash-next-w4")
     out = tmp_path / EMBEDDED_MODEL.name
     assert main(["quantize", "--format", "w4g32", "--out", str(out)]) == 0
-    made, expected = files_of(out), files_of(shipped)
+    made, expected = files_of(out), files_of(SHIPPED)
     expected.pop("README.md")
     assert made.keys() == expected.keys()
     receipts = [json.loads(files.pop(RECEIPTS)) for files in (made, expected)]
@@ -253,3 +254,15 @@ def test_the_calibration_is_part_of_what_was_asked_for(sources: Pair, tmp_path: 
     receipts = json.loads((tmp_path / "out" / RECEIPTS).read_text())
     assert receipts["calibration"] == {"tokens": 2, "origin": "two"}
     assert receipts["growth"]["layers"][1]["packed_rms"] > 0
+
+
+def test_bench_sets_the_shipped_model_beside_its_source() -> None:
+    against = f"model={SHIPPED},dtype=float32"
+    sides = make_sides(str(EMBEDDED_MODEL), 1, "dtype=bfloat16", against)
+    assert not sides.has_same_ids
+    sizes = sides.expert_bytes()
+    assert sizes is not None
+    assert sizes[0] >= 3.5 * sizes[1]
+    same = make_sides(str(EMBEDDED_MODEL), 1, "", "mtp=0")
+    assert same.has_same_ids
+    assert same.expert_bytes() is None

@@ -1,0 +1,151 @@
+"""A checkpoint of 1 GiB in a process of its own: what it takes of memory, and being killed.
+
+And every format that the command knows, run by the engine.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+from safetensors.torch import save_file
+
+from deploy.cli import main
+from deploy.quantize.journal import JOURNAL, RECEIPTS
+from placement.config import EngineConfig
+from placement.errors import CheckpointError
+from placement.formats import FORMATS
+from placement.headers import read_headers
+from placement.models.quantised import UNUSED_FORMATS
+from rank_worker.launch import launch_engine
+from rank_worker.messages import EngineRequest
+from tests.deploy.quantize.conftest import Convert, files_of
+from tests.golden.lowbit_checkpoint import Pair
+
+GIB = 1 << 30
+MIB = 1 << 20
+LAYERS = 20
+KILLS = 6
+ROOT = Path(__file__).parents[3]
+
+
+@pytest.fixture(scope="module")
+def large(tiny_checkpoint: ModuleType, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A BF16 checkpoint of more than 1 GiB, a file a layer."""
+    tiny: Any = tiny_checkpoint
+    folder = tmp_path_factory.mktemp("large") / "model"
+    folder.mkdir()
+    sizes = tiny.HIDDEN, tiny.EXPERT_DIM, tiny.EXPERTS
+    tiny.HIDDEN, tiny.EXPERT_DIM, tiny.EXPERTS = 512, 256, 70
+    try:
+        variant = tiny.Variant(layers=LAYERS, mtp=False)
+        (folder / "config.json").write_text(json.dumps(tiny.config(variant)))
+        shapes = {"top": dict(tiny._residual("model.hyper_connection_mixer", inject=False))}
+        for name in ("model.embed_tokens.weight", "lm_head.weight"):
+            shapes["top"][name] = (tiny.VOCAB, tiny.HIDDEN)
+        for n in range(LAYERS):
+            is_attention = (n + 1) % tiny.ATTENTION_EVERY == 0
+            shapes[str(n)] = dict(tiny._layer(f"model.layers.{n}", is_attention, n == 1))
+        for part, named in shapes.items():
+            made = {
+                key: tensor.bfloat16().contiguous()
+                for name, shape in named.items()
+                for key, tensor in tiny._on_disk(variant, name, tiny.value(name, shape))
+            }
+            save_file(made, folder / f"part-{part}.safetensors")
+    finally:
+        tiny.HIDDEN, tiny.EXPERT_DIM, tiny.EXPERTS = sizes
+    return folder
+
+
+def start(model: Path, out: Path) -> subprocess.Popen[bytes]:
+    line = [sys.executable, "-m", "deploy.cli", "quantize", "--model", str(model)]
+    line += ["--format", "w4g32", "--out", str(out)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        line, cwd=ROOT, env=environment, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_a_gibibyte_takes_little_memory_and_survives_being_killed(
+    large: Path, tmp_path: Path
+) -> None:
+    """Killed at points drawn from a seed, each time later than the run before could have got."""
+    assert sum(file.stat().st_size for file in large.glob("*.safetensors")) > GIB
+    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    began_s = time.monotonic()
+    child = start(large, whole)
+    _, status, usage = os.wait4(child.pid, 0)
+    child.returncode = os.waitstatus_to_exitcode(status)
+    took_s = time.monotonic() - began_s
+    assert child.returncode == 0
+    print(f"peak {usage.ru_maxrss / 1024:.0f} MiB, {took_s:.0f} s")
+    assert usage.ru_maxrss * 1024 < 600 * MIB
+    draw = random.Random(7)
+    found = []
+    for _ in range(KILLS):
+        child = start(large, killed)
+        time.sleep(draw.uniform(0.1, 0.6) * took_s)
+        child.send_signal(signal.SIGKILL)
+        child.wait()
+        found.append(state(killed))
+    print("after each kill:", found)
+    assert len(set(found)) > 1, "every kill came at the same point"
+    assert start(large, killed).wait() == 0
+    assert files_of(killed) == files_of(whole)
+
+
+def state(out: Path) -> str:
+    """Nothing, what can be gone on with and not be loaded, or the whole model."""
+    if not out.exists() or not list(out.iterdir()):
+        return "nothing"
+    if (out / RECEIPTS).exists() and not (out / JOURNAL).exists():
+        return "whole"
+    shards = len(list(out.glob("model-*.safetensors")))
+    if not (out / "config.json").exists():
+        with pytest.raises(CheckpointError):
+            read_headers(str(out))
+    return f"{shards} files"
+
+
+RUN = [name for name, one in FORMATS.items() if name not in UNUSED_FORMATS and not one.is_plain]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dense", [False, True])
+@pytest.mark.parametrize("name", [*RUN, "w4b32:0,w2:1-2"])
+def test_every_format_is_loaded_planned_and_run(
+    sources: Pair, converted: Convert, capsys: pytest.CaptureFixture[str], name: str, dense: bool
+) -> None:
+    if dense and "," in name:
+        pytest.skip("ranges are of experts")
+    if dense and FORMATS[name].group == 128:
+        pytest.skip("heads of this model are no whole groups of 128")
+    folder = converted(sources.twin, name, name if dense else None)
+    for command in (["inspect"], ["plan", "--ranks", "2"]):
+        code = main([*command, "--model", str(folder), "--json"])
+        said = json.loads(capsys.readouterr().out)
+        if command == ["inspect"]:
+            assert code == 0
+            assert said["weight_formats"]
+            assert not said["obstacles"]
+            assert not said["remarks"]
+    config = EngineConfig(
+        str(folder), context_tokens=128, kv_pool_tokens=512, page_tokens=16, max_sequences=2
+    )
+    with launch_engine(config) as engine:
+        request = EngineRequest("a", tuple(range(3, 40)), 6, ignore_eos=True)
+        (result,) = engine.generate([request])
+    assert len(result.token_ids) == 6
+    assert not result.error
