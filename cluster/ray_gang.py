@@ -25,7 +25,7 @@ from cluster.gang import RankDied, RankHandle, run_phase
 from cluster.output_window import OutputWindow
 from cluster.rank_factory import RankEngine, RankFactory, make_rank
 from cluster.rank_orders import RankOrders
-from cluster.visible_chips import logical_chip, rank_environment
+from cluster.ray_chips import logical_chip, rank_environment
 from placement.config import EngineConfig
 from placement.errors import ConfigError, NrankError, RankError
 from placement.topology import ChipProfile, emulated_topology, number_ranks

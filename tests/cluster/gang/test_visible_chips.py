@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from cluster.visible_chips import logical_chip, rank_environment
+from cluster.ray_chips import logical_chip, rank_environment
 from placement.errors import ConfigError
 
 
