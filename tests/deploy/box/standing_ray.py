@@ -133,7 +133,7 @@ class StandingRay:
         return "".join(log.read_text()[-2000:] for log in logs)
 
     def left_after(self, limit_s: float) -> list[str]:
-        """Processes of this Ray, known by its token, that still live then; its dashboard is slow."""
+        """Processes of this Ray, known by its token, that still live then."""
         deadline_s = time.monotonic() + limit_s
         while (found := session_processes(self.token, (b"",))) and time.monotonic() < deadline_s:
             time.sleep(0.5)

@@ -44,9 +44,19 @@ def settled_s(config: ServeConfig) -> float:
 
 @pytest.mark.parametrize("name", ["serve.yaml", "rayservice.yaml"])
 def test_serve_takes_the_configuration_and_nrank_its_args(name):
-    from ray.serve.schema import ServeDeploySchema
+    from ray.serve import schema as ray_schema
 
-    schema = ServeDeploySchema.model_validate(serve_documents()[name])
+    document = serve_documents()[name]
+    [told] = document["applications"]
+    for part, kind in (
+        (document, ray_schema.ServeDeploySchema),
+        (document["http_options"], ray_schema.HTTPOptionsSchema),
+        (document["logging_config"], ray_schema.LoggingConfig),
+        (told, ray_schema.ServeApplicationSchema),
+        *((one, ray_schema.DeploymentSchema) for one in told.get("deployments", ())),
+    ):
+        assert set(part) <= set(kind.model_fields), "Serve would pass over it in silence"
+    schema = ray_schema.ServeDeploySchema.model_validate(document)
     [application] = schema.applications
     assert (application.name, application.route_prefix) == ("nrank", "/")
     assert application.import_path == "deploy.serve:build"
