@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from math import ceil
 
 import torch
 from torch import Tensor
@@ -80,24 +81,24 @@ def pack_matrix(
     return tensors, deviations.receipt(matrix.name, form)
 
 
-def blank(matrix: Matrix, form: WeightFormat) -> dict[str, Tensor]:
-    """The stored tensors without their bytes, on no device: names, dtypes, shapes."""
+def blank(matrix: Matrix, form: WeightFormat) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
+    """Names, dtypes and shapes of the stored tensors, from BAND_ROWS rows of zeros: rows of codes,
+    scales and zero points are in proportion, what a matrix has once has fewer dimensions.
+    """
     rows, columns = matrix.shape
-    sample = quantise(torch.zeros(1, columns), form)
-    down, across = form.scale_counts(matrix.shape)
-    zero = None if sample.zero is None else _like(sample.zero, down, across)
-    codes = _like(sample.codes, rows, sample.codes.shape[1])
-    scale = _like(sample.scale, down, across)
-    packed = replace(sample, shape=(rows, columns), codes=codes, scale=scale, zero=zero)
-    return stored(base_name(matrix), packed, writer_of(form))
+    sample = stored(
+        base_name(matrix), quantise(torch.zeros(BAND_ROWS, columns), form), writer_of(form)
+    )
+    return {
+        name: (one.dtype, (ceil(rows * one.shape[0] / BAND_ROWS), *one.shape[1:]))
+        if one.dim() > 1
+        else (one.dtype, tuple(one.shape))
+        for name, one in sample.items()
+    }
 
 
 def base_name(matrix: Matrix) -> str:
     return matrix.name.removesuffix(".weight")
-
-
-def _like(tensor: Tensor, rows: int, columns: int) -> Tensor:
-    return torch.empty(rows, columns, dtype=tensor.dtype, device="meta")
 
 
 def _joined(parts: list[Packed]) -> Packed:

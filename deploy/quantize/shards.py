@@ -199,8 +199,8 @@ def _pack(
     key = form.name, matrix.shape
     if key not in blanks:
         blanks[key] = [
-            (name.removeprefix(base), DISK_DTYPES[one.dtype], tuple(one.shape))
-            for name, one in blank(matrix, form).items()
+            (name.removeprefix(base), DISK_DTYPES[one], shape)
+            for name, (one, shape) in blank(matrix, form).items()
         ]
     entries = tuple(Entry(base + suffix, dtype, shape) for suffix, dtype, shape in blanks[key])
     return Pack(group_of(tensor.role), tensor.component, matrix, form, entries)
