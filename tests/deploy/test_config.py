@@ -75,7 +75,19 @@ def test_defaults_of_both_configurations_agree() -> None:
         for field in fields(EngineConfig)
         if field.name in served and served[field.name].default != getattr(engine, field.name)
     }
-    assert differing == {"dtype", "mtp", "prefix_cache"}  # chosen by device and model, or a choice
+    # Chosen by device and model, or a choice.
+    assert differing == {"dtype", "mtp", "pin_cpus", "prefix_cache"}
+
+
+@pytest.mark.parametrize(
+    ("device", "told", "pinned"),
+    [("cpu", None, False), ("npu", None, True), ("cuda", None, True), ("npu", False, False)],
+)
+def test_ranks_are_pinned_on_every_device_but_the_cpu(
+    device: str, told: bool | None, pinned: bool
+) -> None:
+    config = load_config(None, {"device": device, "dtype": "float32", "pin_cpus": told})
+    assert config.engine().pin_cpus is pinned
 
 
 @pytest.mark.parametrize(
