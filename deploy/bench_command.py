@@ -30,6 +30,7 @@ from deploy.bench.workloads import (
 from deploy.defaults import default_drafts
 from deploy.flags import add_command, add_model_flag, bounded, model_path
 from deploy.prompts import ModelLimits
+from deploy.whole_file import require_place
 from placement.config import EngineConfig
 from placement.errors import ConfigError
 
@@ -95,9 +96,7 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.compare:
         return run_compare(*arguments.compare)
     if arguments.out:
-        from deploy.bench.results import require_place
-
-        require_place(arguments.out)
+        require_place("--out", arguments.out)
     if arguments.ops:
         outcome = run_ops(arguments)
     elif arguments.against is not None:

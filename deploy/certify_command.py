@@ -82,9 +82,7 @@ def numbers(minimum: int, maximum: int = 1 << 40) -> Numbers:
 def run(arguments: argparse.Namespace) -> int:
     """0 when every cell that was asked for passed, else 1."""
     from deploy.certify.binding import binding_of
-    from deploy.certify.certification import Answers, Certification, Pool
-    from deploy.certify.evidence_file import EvidenceFile
-    from deploy.certify.gangs import gang_starter
+    from deploy.certify.evidence_file import EvidenceFile, require_usable
     from deploy.certify.needles import make_prompts, prompts_sha256
     from deploy.certify.progress import Progress, table
     from deploy.prompts import ModelLimits
@@ -94,13 +92,18 @@ def run(arguments: argparse.Namespace) -> int:
     config, model_name = read_config(arguments)
     refuse_missing_features(config)
     plan = prepare(config).plan
+    asked = wanted_work(arguments, plan)
+    require_usable(Path(arguments.out), arguments.overwrite)
     limits = ModelLimits.read(config)
     if not limits.tokenizer.has_template:
         raise ConfigError(f"{config.model_dir} has no chat template, which certify asks by")
-    asked = wanted_work(arguments, plan)
     prompts = make_prompts(limits.tokenizer, asked)
     asked = replace(asked, prompts_sha256=prompts_sha256(prompts))
     wanted = Evidence(model_name, binding_of(config, plan.plan_id), asked)
+    # Bring torch: what can be refused without it is refused in a second.
+    from deploy.certify.certification import Answers, Certification, Pool
+    from deploy.certify.gangs import gang_starter
+
     progress = Progress(sys.stderr)
     with closing(EvidenceFile(Path(arguments.out), wanted, arguments.overwrite)) as file:
         if count := len(file.evidence.cells):
@@ -137,7 +140,7 @@ def read_config(arguments: argparse.Namespace) -> tuple[EngineConfig, str]:
 
 
 def wanted_work(arguments: argparse.Namespace, plan: Plan) -> Asked:
-    """Without the prompts' hash. ConfigError for lengths above the context."""
+    """Without the prompts' hash. ConfigError for lengths above the context or the answer's."""
     from placement.evidence import Asked
 
     context = plan.context.configured_tokens
@@ -146,6 +149,11 @@ def wanted_work(arguments: argparse.Namespace, plan: Plan) -> Asked:
         raise ConfigError(
             f"--lengths {lengths[-1]} is above the context of {context} tokens; lower it or raise "
             f"--context"
+        )
+    if lengths[0] <= arguments.max_tokens:
+        raise ConfigError(
+            f"a length of {lengths[0]} tokens has no room for the needle, its question and an "
+            f"answer of {arguments.max_tokens}; use longer ones or a lower --max-tokens"
         )
     return Asked(lengths, arguments.depths, plan.max_sequences, arguments.max_tokens, "")
 

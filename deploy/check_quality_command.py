@@ -21,6 +21,7 @@ from deploy.flags import (
     engine_config,
     refuse_missing_features,
 )
+from deploy.whole_file import require_place
 from placement.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -65,10 +66,9 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.prompts import ModelLimits
     from deploy.quality.baseline_file import (
         Baseline,
-        baseline_path,
+        load_baseline,
         origin_of,
         read_baseline,
-        require_writable,
         write_baseline,
     )
     from deploy.quality.smoke_set import make_smoke_set
@@ -78,24 +78,19 @@ def run(arguments: argparse.Namespace) -> int:
 
     config = engine_config(arguments)
     refuse_missing_features(config)
+    path, target = baseline_paths(arguments, config.model_dir)
+    if path is not None:
+        load_baseline(path)  # refused before the tokenizer is loaded; read again with it
     plan = prepare(config).plan  # refused before a process is started
     limits = ModelLimits.read(config)
     tokenizer = limits.tokenizer
     context = plan.context.configured_tokens
     smoke = make_smoke_set(tokenizer, tokenizer.has_template, context)
     origin = origin_of(config, load_model_spec(config.model_dir)[0], smoke)
-    path, target = baseline_path(arguments.baseline, config.model_dir), arguments.write_baseline
-    if target is not None:
-        require_writable(Path(target))
-        path = None if arguments.baseline is None else path
-    elif path is None:
-        raise ConfigError(
-            "no baseline to compare with: give --baseline, or make one with --write-baseline"
-        )
     base = None if path is None else read_baseline(path, origin, smoke)
     now = Baseline(origin, measured(config, smoke, limits))
     if target is not None:
-        write_baseline(Path(target), now)
+        write_baseline(target, now)
         print(f"nrank: wrote {target}", file=sys.stderr)
     if base is None:
         print(json.dumps(_counts(now)) if arguments.json else _counts_text(now))
@@ -108,6 +103,23 @@ def run(arguments: argparse.Namespace) -> int:
     else:
         print("\n".join(report_lines(now, base, tolerance.name, parts, is_good)))
     return DONE if is_good else FAILED
+
+
+def baseline_paths(
+    arguments: argparse.Namespace, model_dir: str
+) -> tuple[Path | None, Path | None]:
+    """What to compare with and what to write. ConfigError for neither, or no place to write."""
+    from deploy.quality.baseline_file import baseline_path
+
+    path, target = baseline_path(arguments.baseline, model_dir), arguments.write_baseline
+    if target is not None:
+        require_place("--write-baseline", target)
+        return (None if arguments.baseline is None else path), Path(target)
+    if path is None:
+        raise ConfigError(
+            "no baseline to compare with: give --baseline, or make one with --write-baseline"
+        )
+    return path, None
 
 
 def measured(config: EngineConfig, smoke: SmokeSet, limits: ModelLimits) -> Measured:

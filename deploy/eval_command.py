@@ -108,7 +108,7 @@ def run_gpqa(arguments: argparse.Namespace) -> int:
     """0 when every question has its answer, 1 when some failed."""
     from deploy.gpqa.evaluation import evaluate
     from deploy.gpqa.report_text import report_json, report_lines
-    from deploy.gpqa.whole_file import write_whole
+    from deploy.whole_file import write_whole
 
     plan = make_plan(arguments)
     try:

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import io
 import json
-import os
 import tarfile
-import tempfile
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from deploy.redaction import Redactor
+from deploy.whole_file import OWNER_ONLY, write_whole
 from placement.errors import ConfigError
 
 FOLDER = "nrank-report"
@@ -25,24 +23,17 @@ def write_archive(path: Path, files: Mapping[str, Any], redactor: Redactor) -> N
     Strings go in as text, anything else as JSON. An old file is replaced once the new one is whole.
     """
     now_s = int(time.time())
-    temporary = ""
+    packed = io.BytesIO()
+    with tarfile.open(fileobj=packed, mode="w:gz") as archive:
+        for name, content in files.items():
+            _add(archive, redactor.text(name), _bytes(content, redactor), now_s)
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{path.name}-", dir=path.parent)
-        with os.fdopen(handle, "wb") as raw:
-            with tarfile.open(fileobj=raw, mode="w:gz") as archive:
-                for name, content in files.items():
-                    _add(archive, redactor.text(name), _bytes(content, redactor), now_s)
-            raw.flush()
-            os.fsync(raw.fileno())
-        os.replace(temporary, path)
+        write_whole(path, packed.getvalue(), OWNER_ONLY)
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(
             f"the report can't be written to {path}: {reason}; choose another place with --out"
         ) from error
-    finally:
-        with contextlib.suppress(OSError):  # replaced, or never made
-            os.unlink(temporary)
 
 
 def _bytes(content: Any, redactor: Redactor) -> bytes:

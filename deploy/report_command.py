@@ -11,6 +11,7 @@ from pathlib import Path
 
 from deploy.flags import add_command, add_model_flag, model_path
 from deploy.server_json import is_url
+from deploy.whole_file import require_place
 from placement.errors import ConfigError
 
 DEFAULT_URL = "http://127.0.0.1:8000"
@@ -57,11 +58,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _place(out: str | None) -> Path:
     """Where the archive goes; refused before minutes are spent on it."""
     name = out or time.strftime("nrank-report-%Y%m%d-%H%M%S.tar.gz")
-    path = Path(name)
-    if path.is_dir() or not path.parent.is_dir():
-        reason = "is a directory" if path.is_dir() else "is in no directory that exists"
-        raise ConfigError(f"--out {name} {reason}; name a file such as report.tar.gz")
-    return path
+    require_place("--out", name)
+    return Path(name)
 
 
 def token_files() -> Iterator[str]:

@@ -6,10 +6,7 @@ library only.
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
-import tempfile
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
@@ -17,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 from deploy.bench.workloads import Spread
+from deploy.whole_file import write_whole
 from placement.errors import ConfigError
 from placement.headers import require_regular
 
@@ -127,35 +125,13 @@ def _broken(path: str, error: Exception) -> ConfigError:
     )
 
 
-def require_place(path: str) -> None:
-    """ConfigError when a file can't be written there: to be asked before minutes of measuring."""
-    folder = Path(path).absolute().parent
-    if Path(path).is_dir():
-        raise ConfigError(f"--out {path} is a folder; give a file")
-    if not folder.is_dir():
-        raise ConfigError(f"--out {path}: there is no folder {folder}; make it first")
-    if not os.access(folder, os.W_OK):
-        raise ConfigError(f"--out {path}: {folder} can't be written to; choose another place")
-
-
 def write_result(path: str, line: str) -> None:
     """Replaces `path` once all is on the disk. ConfigError where that fails."""
-    target = Path(path).absolute()
-    temporary = ""
     try:
-        handle, temporary = tempfile.mkstemp(prefix=f".{target.name}-", dir=target.parent)
-        with os.fdopen(handle, "w", encoding="utf-8") as file:
-            file.write(line + "\n")
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        os.replace(temporary, target)
+        write_whole(path, line + "\n")
     except OSError as error:
         reason = error.strerror or str(error)
         raise ConfigError(f"--out {path} can't be written: {reason}; choose another") from error
-    finally:
-        with contextlib.suppress(OSError):  # replaced, or never made
-            os.unlink(temporary)
 
 
 def _spread(values: Mapping[str, Any]) -> Spread:

@@ -11,12 +11,23 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
+from deploy.whole_file import require_file, write_whole
 from placement.errors import ConfigError, NrankError
 from placement.evidence import Asked, Cell, Evidence, read_evidence
 
 
 class EvidenceFailure(NrankError):
     """Evidence that could not be written (exit code 1); what stood there before still does."""
+
+
+def require_usable(path: Path, overwrite: bool) -> None:
+    """ConfigError for what can be told without a tokenizer; `EvidenceFile` asks again."""
+    require_file("--out", path)
+    lock = _lock_path(path)
+    if lock.is_file():
+        os.close(_locked(path, os.open(lock, os.O_RDWR | os.O_CLOEXEC)))
+    if os.path.lexists(path) and not overwrite:
+        read_evidence(str(path))
 
 
 class EvidenceFile:
@@ -48,38 +59,40 @@ class EvidenceFile:
         os.close(self._fd)  # the lock ends with it, and with the process
 
     def _open_lock(self) -> int:
-        if self._path.is_dir():
-            raise ConfigError(f"{self._path} is a folder; --out takes a file")
+        require_file("--out", self._path)
         try:
             self._path.parent.mkdir(parents=True, exist_ok=True)
-            lock = self._path.with_name(f".{self._path.name}.lock")
-            fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
+            flags = os.O_RDWR | os.O_CREAT | os.O_CLOEXEC
+            fd = os.open(_lock_path(self._path), flags, 0o666)
         except OSError as error:
             text = f"{self._path} can't be written: {error.strerror}; choose another --out"
             raise ConfigError(text) from None
-        try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            os.close(fd)
-            raise ConfigError(
-                f"{self._path} is written by another process; wait for it or choose another --out"
-            ) from None
-        return fd
+        return _locked(self._path, fd)
 
     def _write(self) -> None:
-        part = self._path.with_name(f".{self._path.name}.part")
         try:
-            with part.open("w", encoding="utf-8") as file:
-                file.write(self.evidence.to_json())
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(part, self._path)
-            _sync_folder(self._path.parent)
+            write_whole(self._path, self.evidence.to_json())
         except OSError as error:
             raise EvidenceFailure(
                 f"{self._path} can't be written: {error.strerror}; make room and give the same "
                 f"command again"
             ) from None
+
+
+def _lock_path(path: Path) -> Path:
+    return path.with_name(f".{path.name}.lock")
+
+
+def _locked(path: Path, fd: int) -> int:
+    """`fd`, of the lock of `path`, with the lock on it; closed when another process has it."""
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        os.close(fd)
+        raise ConfigError(
+            f"{path} is written by another process; wait for it or choose another --out"
+        ) from None
+    return fd
 
 
 def _same(path: Path, wanted: Evidence) -> Evidence:
@@ -111,11 +124,3 @@ def _asked_otherwise(was: Asked, now: Asked) -> list[str]:
 
 def _text(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else str(value)[:16]
-
-
-def _sync_folder(folder: Path) -> None:
-    fd = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(fd)
-    finally:
-        os.close(fd)

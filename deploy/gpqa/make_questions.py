@@ -6,7 +6,6 @@ with, so that the whole chain runs without the gated dataset. Owns the kinds.
 
 from __future__ import annotations
 
-import argparse
 import csv
 import io
 import random
@@ -15,9 +14,11 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
+from deploy.cli import Parser
 from deploy.flags import bounded
 from deploy.gpqa.dataset import ANSWERS, DOMAIN, QUESTION, RECORD_ID
-from deploy.gpqa.whole_file import write_whole
+from deploy.whole_file import require_place, write_whole
+from placement.errors import ConfigError
 
 KIND = "Subdomain"
 HEADER = (QUESTION, *ANSWERS, RECORD_ID, DOMAIN, KIND)
@@ -117,7 +118,7 @@ def make_rows(count: int, seed: int) -> Iterator[list[str]]:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         prog="make_questions",
         description="Write multiple-choice questions at the level of the embedded model.",
         epilog="example: python -m deploy.gpqa.make_questions --count 200 --seed 1 --out q.csv",
@@ -128,6 +129,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = parser.parse_args(argv)
     if arguments.count > MAX_COUNT:
         parser.error(f"--count {arguments.count} is above {MAX_COUNT}; use fewer")
+    try:
+        require_place("--out", arguments.out)
+    except ConfigError as error:
+        parser.error(str(error))
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
     writer.writerow(HEADER)

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import hashlib
 import json
-import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -17,6 +16,7 @@ from deploy.defaults import EMBEDDED_MODEL
 from deploy.quality.measured import Measured
 from deploy.quality.smoke_set import SmokeSet
 from deploy.version import code_revision
+from deploy.whole_file import write_whole
 from placement.config import EngineConfig
 from placement.errors import ConfigError, NrankError
 from placement.headers import require_regular
@@ -85,8 +85,8 @@ def baseline_path(given: str | None, model_dir: str) -> Path | None:
     return EMBEDDED_BASELINE if is_embedded else None
 
 
-def read_baseline(path: Path, now: Origin, smoke: SmokeSet) -> Baseline:
-    """ConfigError, in one line, for a file that is none or of another model."""
+def load_baseline(path: Path) -> Baseline:
+    """Of whatever model. ConfigError, in one line, for a file that is none."""
     try:
         require_regular(str(path))
         found = json.loads(path.read_text(encoding="utf-8"))
@@ -104,37 +104,29 @@ def read_baseline(path: Path, now: Origin, smoke: SmokeSet) -> Baseline:
             f"{path} is no baseline ({type(error).__name__}: {error}); write one with "
             f"--write-baseline"
         ) from None
-    if changes := now.differences(origin):
-        raise ConfigError(
-            f"{path} is the baseline of another model or set ({origin.words()}): "
-            f"{'; '.join(changes)}; give this model's own, or write it with --write-baseline"
-        )
-    if measured.counts != smoke.counts:
-        raise ConfigError(
-            f"{path} is no baseline: it has {measured.counts} answers and positions where the "
-            f"smoke set has {smoke.counts}; write one with --write-baseline"
-        )
     return Baseline(origin, measured)
 
 
-def require_writable(path: Path) -> None:
-    """ConfigError before hours of work rather than behind them."""
-    if path.is_dir():
-        raise ConfigError(f"{path} is a folder; --write-baseline takes a file")
-    if not os.access(path.parent, os.W_OK | os.X_OK):
-        raise ConfigError(f"{path.parent} can't be written to; choose another --write-baseline")
+def read_baseline(path: Path, now: Origin, smoke: SmokeSet) -> Baseline:
+    """ConfigError, in one line, for a file that is none or of another model."""
+    base = load_baseline(path)
+    if changes := now.differences(base.origin):
+        raise ConfigError(
+            f"{path} is the baseline of another model or set ({base.origin.words()}): "
+            f"{'; '.join(changes)}; give this model's own, or write it with --write-baseline"
+        )
+    if base.measured.counts != smoke.counts:
+        raise ConfigError(
+            f"{path} is no baseline: it has {base.measured.counts} answers and positions where the "
+            f"smoke set has {smoke.counts}; write one with --write-baseline"
+        )
+    return base
 
 
 def write_baseline(path: Path, baseline: Baseline) -> None:
     """Whole or not at all."""
-    text = baseline_text(baseline)
-    part = path.with_name(f".{path.name}.part")
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
+        write_whole(path, baseline_text(baseline))
     except OSError as error:
         raise BaselineFailure(
             f"{path} can't be written: {error.strerror}; choose another --write-baseline"

@@ -6,13 +6,15 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from deploy.gpqa.extract import robust
 from deploy.quality.smoke_set import Asking, SmokeSet
 from placement.errors import NrankError
-from rank_worker.launch import Engine, GenerationResult
 from rank_worker.messages import EngineRequest, TokenLogprob
+
+if TYPE_CHECKING:  # a baseline is read, or refused, without torch
+    from rank_worker.launch import Engine, GenerationResult
 
 TOP = 20  # likely tokens that a baseline keeps of each scored position
 TOP_ASKED = 64  # and that are asked for, so that those of a baseline are among them

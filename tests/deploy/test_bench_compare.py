@@ -12,7 +12,7 @@ import pytest
 
 from deploy import cli
 from deploy.bench.comparison import Verdict, compare_files, verdict_of
-from deploy.bench.results import Better, require_place, write_result
+from deploy.bench.results import Better, write_result
 from deploy.bench.workloads import Spread, StreamWorkload, Workload, fingerprints
 from placement.errors import ConfigError
 
@@ -231,14 +231,6 @@ def test_a_file_is_replaced_once_it_is_whole(
             write_result(str(path), "second")
     assert [one.name for one in tmp_path.iterdir()] == ["result.json"]
     assert path.read_text() == "first\n"
-
-
-def test_where_no_file_can_be_is_known_before_anything_is_measured(tmp_path: Path) -> None:
-    require_place(str(tmp_path / "file"))
-    with pytest.raises(ConfigError, match="is a folder; give a file"):
-        require_place(str(tmp_path))
-    with pytest.raises(ConfigError, match="there is no folder"):
-        require_place(str(tmp_path / "none" / "file"))
 
 
 def test_a_fingerprint_is_of_all_that_is_asked() -> None:

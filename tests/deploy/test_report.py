@@ -206,7 +206,7 @@ def test_a_report_replaces_an_old_one_only_when_it_is_whole(
 
     before = set(tmp_path.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr(tarfile.TarFile, "addfile", full_disk)
+        patch.setattr("deploy.whole_file.os.fsync", full_disk)
         code, told, err = nrank("report", "--url", "http://127.0.0.1:1", "--out", out)
     assert (code, told, out.read_text()) == (2, "", "old")
     assert err.endswith("No space left on device; choose another place with --out\n")
@@ -222,7 +222,7 @@ def test_a_report_replaces_an_old_one_only_when_it_is_whole(
         (["--url", "localhost:8000"], "'localhost:8000' is no URL"),
         (["--url", "file:///etc/passwd"], "is no URL"),
         (["--out", "/no/where/x.tar.gz"], "/no/where/x.tar.gz"),
-        (["--out", "/"], "is a directory"),
+        (["--out", "/"], "is a folder"),
         (["--config", "/no/where.yaml"], "/no/where.yaml"),
         (["--model", "/no/where"], "/no/where is no model directory"),
     ],

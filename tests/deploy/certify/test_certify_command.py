@@ -76,7 +76,7 @@ def test_a_pass_is_0_and_a_failed_needle_is_1(run: Any, script: Script) -> None:
         (("--ranks", "99"), "99"),
         (("--model", "/none"), "/none is no model directory"),
         (("--config", "/none.yml"), "can't read config file /none.yml"),
-        (("--out", "/"), "/ is a folder; --out takes a file"),
+        (("--out", "/"), "--out / is a folder; give a file"),
         (("--out", "/dev/null/e.json"), "/dev/null/e.json can't be written"),
     ],
 )
