@@ -8,9 +8,10 @@ import sys
 import time
 import uuid
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from deploy.flags import add_command, bounded
+from deploy.whole_file import write_whole
 from placement.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -20,6 +21,9 @@ DONE, FAILED = 0, 1
 REPORT = "report.json"
 JOB_COPY = "working_dir_files"  # of the path where Ray unpacks a job's --working-dir
 METRICS_PORT = 9465  # where deploy/monitoring/prometheus.yml looks
+MAX_SEED = 2**64 - 1  # as `cluster.protocol` takes them
+MAX_COUNT = 2**31 - 1  # of tokens
+MAX_CONCURRENCY = 4096  # each is a task and a connection
 PRESET_NAMES = ("aisbench", "simple-evals", "lm-eval")
 
 
@@ -51,13 +55,20 @@ def _add_gpqa(kinds: argparse._SubParsersAction[argparse.ArgumentParser]) -> Non
     add("--preset", choices=PRESET_NAMES, default=PRESET_NAMES[0],
         help="prompt and order of options (default aisbench)")  # fmt: skip
     add("--limit", type=bounded(1), metavar="N", help="the first N questions only")
-    add("--concurrency", type=bounded(1), default=4, metavar="N", help="at a time (default 4)")
-    add("--max-tokens", type=bounded(1), default=8192, metavar="N",
+    add(
+        "--concurrency",
+        type=bounded(1, MAX_CONCURRENCY),
+        default=4,
+        metavar="N",
+        help="at a time (default 4)",
+    )
+    add("--max-tokens", type=bounded(1, MAX_COUNT), default=8192, metavar="N",
         help="of an answer, reasoning included (default 8192)")  # fmt: skip
     add("--temperature", type=number(0, 2), default=0.0, metavar="T", help="default 0: greedy")
     add("--top-p", type=number(0, 1), metavar="P", help="default: the server's")
-    add("--top-k", type=bounded(1), metavar="K", help="default: the server's")
-    add("--seed", type=bounded(0), default=1024, metavar="S", help="of every answer (default 1024)")
+    add("--top-k", type=bounded(1, MAX_COUNT), metavar="K", help="default: the server's")
+    add("--seed", type=bounded(0, MAX_SEED), default=1024, metavar="S",
+        help="of every answer (default 1024)")  # fmt: skip
     add("--timeout", type=number(0.1), default=3600.0, metavar="S",
         help="seconds for one answer, holds included (default 3600)")  # fmt: skip
     add("--retries", type=bounded(0), default=2, metavar="N",
@@ -108,7 +119,6 @@ def run_gpqa(arguments: argparse.Namespace) -> int:
     """0 when every question has its answer, 1 when some failed."""
     from deploy.gpqa.evaluation import evaluate
     from deploy.gpqa.report_text import report_json, report_lines
-    from deploy.whole_file import write_whole
 
     plan = make_plan(arguments)
     try:
@@ -116,16 +126,31 @@ def run_gpqa(arguments: argparse.Namespace) -> int:
     except KeyboardInterrupt:
         print("nrank: the same command resumes the run", file=sys.stderr)
         raise
-    write_whole(plan.folder / REPORT, json.dumps(report_json(report), indent=1) + "\n")
-    print("\n".join(report_lines(report)))
+    try:
+        print("\n".join(report_lines(report)), flush=True)
+    finally:  # whoever reads may close the pipe
+        is_written = write_report(plan.folder / REPORT, report_json(report))
     if report.failures:
         print(
             f"nrank: {len(report.failures)} of {report.header.questions} questions have no answer; "
             f"the same command asks them again",
             file=sys.stderr,
         )
-        return FAILED
-    return DONE
+    return DONE if is_written and not report.failures else FAILED
+
+
+def write_report(path: Path, report: dict[str, Any]) -> bool:
+    """Whether it could be; the ledger has all of it."""
+    try:
+        write_whole(path, json.dumps(report, indent=1) + "\n")
+    except OSError as error:
+        print(
+            f"nrank: {path} can't be written: {error.strerror}; make room, the same command asks "
+            f"nothing again",
+            file=sys.stderr,
+        )
+        return False
+    return True
 
 
 def make_plan(arguments: argparse.Namespace) -> Plan:

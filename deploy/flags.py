@@ -94,10 +94,10 @@ def add_run_flags(parser: argparse.ArgumentParser) -> None:
 
 
 class Bounded:
-    """Argument type: an integer from a minimum on."""
+    """Argument type: an integer from a minimum on, up to a maximum where there is one."""
 
-    def __init__(self, minimum: int) -> None:
-        self.minimum = minimum
+    def __init__(self, minimum: int, maximum: int | None = None) -> None:
+        self.minimum, self.maximum = minimum, maximum
 
     def __call__(self, text: str) -> int:
         try:
@@ -106,11 +106,15 @@ class Bounded:
             raise argparse.ArgumentTypeError(f"{text!r} is not a whole number") from None
         if number < self.minimum:
             raise argparse.ArgumentTypeError(f"{number} is below {self.minimum}")
+        if self.maximum is not None and number > self.maximum:
+            raise argparse.ArgumentTypeError(
+                f"{number} is not within {self.minimum} and {self.maximum}"
+            )
         return number
 
 
-def bounded(minimum: int) -> Bounded:
-    return Bounded(minimum)
+def bounded(minimum: int, maximum: int | None = None) -> Bounded:
+    return Bounded(minimum, maximum)
 
 
 def given(arguments: argparse.Namespace) -> dict[str, Any]:

@@ -15,6 +15,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from placement.errors import ConfigError
+from placement.headers import require_regular
 
 QUESTION = "Question"
 ANSWERS = ("Correct Answer", "Incorrect Answer 1", "Incorrect Answer 2", "Incorrect Answer 3")
@@ -47,6 +48,7 @@ class Dataset:
 def read_dataset(path: str | Path) -> Dataset:
     """The questions of `path`. ConfigError names column or row, never what stands there."""
     try:
+        require_regular(str(path))
         data = Path(path).read_bytes()
     except OSError as error:
         raise ConfigError(f"--data {path} can't be read: {error.strerror}") from None

@@ -38,7 +38,7 @@ def progress_text(report: Report, remaining_s: float | None) -> str:
     rate = report.speed.tokens_per_s
     parts = [
         f"{report.settled}/{report.header.questions}",
-        f"right {score_text(report.scores['robust'])}",
+        f"right {score_text(report.scores['robust'])}" if report.answered else "",
         f"truncated {report.states['truncated']}",
         f"failed {report.states['failed']}",
         "" if rate is None else f"{rate:.1f} tok/s",

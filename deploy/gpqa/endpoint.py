@@ -23,6 +23,10 @@ from deploy.gpqa.records import Header
 from placement.errors import ConfigError
 
 PATH = "/v1/chat/completions"
+FIELDS = (
+    "model", "messages", "stream", "stream_options", "max_tokens", "seed", "temperature", "top_p",
+    "top_k",
+)  # fmt: skip
 CONNECT_S = 10.0
 MAX_PAUSE_S = 300.0  # of what a server may ask for
 _PASSING = (408, 409, 500, 502, 504)
@@ -176,6 +180,7 @@ def server_url(base_url: str) -> str:
 
 
 def _body(header: Header, prompt: str) -> dict[str, Any]:
+    """Of FIELDS those that are set."""
     body = {
         "model": header.model,
         "messages": [{"role": "user", "content": prompt}],
@@ -223,14 +228,21 @@ def _stream_failure(error: Any) -> AttemptFailed:
 
 
 def _failure(response: httpx.Response, body: bytes) -> AttemptFailed:
-    """Of an answer that is no stream. Its message may quote the prompt: only its code is told."""
+    """Of an answer that is no stream. Its message may quote the prompt: its code is told, and the
+    field that it names where that is one of ours.
+    """
     detail = body.decode(errors="replace")
+    code = field_name = ""
     try:
-        code = str(json.loads(body)["error"]["code"] or "")
-    except (ValueError, KeyError, TypeError):
-        code = ""
+        error = json.loads(body)["error"]
+        code = str(error["code"] or "")
+        field_name = str(error.get("param") or "").partition("[")[0]
+    except (ValueError, KeyError, TypeError, AttributeError):
+        pass  # it says no more than its status
     status = response.status_code
-    reason = f"HTTP {status}" + (f" ({_word(code)})" if code else "")
+    words = [_word(code)] if code else []
+    words += [field_name] if field_name in FIELDS else []
+    reason = f"HTTP {status}" + (f" ({': '.join(words)})" if words else "")
     if status in (429, 503):
         cause = Cause.BUSY if status == 429 else Cause.HELD if code == "held" else Cause.GONE
         return Away(reason, detail, cause, _pause_s(response))

@@ -1,7 +1,8 @@
 """The run's file: one record a line, appended and synced one by one, by one process at a time.
 
 A record counts once its line has its end. What a killed process left of a last line is cut off
-when the run resumes, so nothing is lost and nothing counts twice. Knows nothing of scores.
+when the run resumes, so nothing is lost and nothing counts twice. A file that does not begin as a
+ledger does is left as it is. Knows nothing of scores.
 """
 
 from __future__ import annotations
@@ -13,8 +14,10 @@ from pathlib import Path
 
 from deploy.gpqa.records import Answer, Header, Record, from_line, to_line
 from placement.errors import ConfigError, NrankError
+from placement.headers import require_regular
 
 FILE = "ledger.jsonl"
+HEADER_START = b'{"kind":"header","run_id":"'  # as `to_line` writes it
 IGNORE = "*\n"  # answers may quote questions: they stay out of any repository
 
 
@@ -38,6 +41,7 @@ def read_ledger(folder: str | Path) -> Contents:
     """A run's file as it is now, also while it is written. ConfigError without a run."""
     path = Path(folder) / FILE
     try:
+        require_regular(str(path))
         data = path.read_bytes()
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}; give a run's --out") from None
@@ -84,10 +88,11 @@ class Ledger:
     def _resume(self, header: Header) -> Contents:
         data = self.path.read_bytes()
         end = data.rfind(b"\n") + 1
-        if end < len(data):
-            os.ftruncate(self._fd, end)
         contents = _parse(self.path, data)
         if contents is None:
+            if not _begins_header(data):
+                raise ConfigError(f"{self.path} is no ledger of a run; choose another --out")
+            os.ftruncate(self._fd, 0)
             self._write(to_line(header))
             _sync_folder(self.path.parent)
             return Contents(header, ())
@@ -96,6 +101,8 @@ class Ledger:
                 f"{self.path} is another run: {', '.join(differences)}; resume it as it began or "
                 f"choose another --out"
             )
+        if end < len(data):
+            os.ftruncate(self._fd, end)
         return contents
 
     def _write(self, line: bytes) -> None:
@@ -118,11 +125,13 @@ def _open(path: Path) -> int:
         if not path.parent.exists():  # a folder that was there may hold more than a run
             path.parent.mkdir(parents=True)
             (path.parent / ".gitignore").write_text(IGNORE)
+        if path.exists():
+            require_regular(str(path))
         return os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC, 0o600)
     except OSError as error:
         raise ConfigError(
-            f"--out {path.parent} can't be used: {error.strerror}; give a folder that can be "
-            f"written"
+            f"--out {path.parent} can't be used: {path.name}: {error.strerror}; give a folder that "
+            f"can be written"
         ) from None
 
 
@@ -142,6 +151,11 @@ def _parse(path: Path, data: bytes) -> Contents | None:
     if not isinstance(header, Header) or len(others) < len(rest):
         raise ConfigError(f"{path} has its header not in line 1 alone; choose another --out")
     return Contents(header, tuple(others))
+
+
+def _begins_header(data: bytes) -> bool:
+    """Whether it may be what a process that was killed at once left of a header: all or nothing."""
+    return data[: len(HEADER_START)] == HEADER_START[: len(data)] and b"\n" not in data
 
 
 def _sync_folder(folder: Path) -> None:

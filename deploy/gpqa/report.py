@@ -85,6 +85,10 @@ class Report:
     failures: dict[str, str] = field(default_factory=dict)  # id -> reason
 
     @property
+    def answered(self) -> int:
+        return self.settled - self.states["failed"]
+
+    @property
     def is_complete(self) -> bool:
         return self.settled == self.header.questions
 

@@ -43,6 +43,10 @@ def report_lines(report: Report) -> Iterator[str]:
         f"{header.seed}, at most {header.max_tokens} tokens"
     )
     part = "all" if report.is_complete else f"PARTIAL, {report.settled} of"
+    if not report.answered:
+        yield f"{part} {header.questions} questions; none was answered, so there is no score"
+        yield from _failures(report)
+        return
     yield f"{part} {header.questions} questions; Wilson 95 % intervals, chance is 25 %"
     for name, score in report.scores.items():
         yield f"  {RULE_TEXTS[name]:<20} {score_text(score)}{_against_chance(score)}"
@@ -50,7 +54,8 @@ def report_lines(report: Report) -> Iterator[str]:
         yield f"  {domain:<20} {score_text(score)}"
     yield f"  {'right letters':<20} " + ", ".join(f"{k} {n}" for k, n in report.keys.items())
     yield "  " + ", ".join(f"{name} {count}" for name, count in report.states.items())
-    yield from _warnings(report)
+    yield _extraction(report)
+    yield from _failures(report)
     yield from _figures(report)
 
 
@@ -63,16 +68,23 @@ def _against_chance(score: Score) -> str:
     return ", above chance" if low > CHANCE else ", below chance"
 
 
-def _warnings(report: Report) -> Iterator[str]:
-    answered = report.settled - report.states["failed"]
+def _extraction(report: Report) -> str:
     note = ""
-    if report.differing > DIFFERING_SHARE * answered:
+    if report.differing > DIFFERING_SHARE * report.answered:
         note = f": more than {100 * DIFFERING_SHARE:g} %, look at the answers in the ledger"
-    yield f"  strict and robust name different letters in {report.differing} of {answered}{note}"
-    for record_id, reason in list(report.failures.items())[:SHOWN_FAILURES]:
-        yield f"  failed: {record_id}: {reason}"
-    if len(report.failures) > SHOWN_FAILURES:
-        yield f"  and {len(report.failures) - SHOWN_FAILURES} more, in the ledger"
+    different = f"{report.differing} of {report.answered}"
+    return f"  strict and robust name different letters in {different}{note}"
+
+
+def _failures(report: Report) -> Iterator[str]:
+    """Each reason once, with the questions."""
+    reasons = dict[str, list[str]]()
+    for record_id, reason in report.failures.items():
+        reasons.setdefault(reason, []).append(record_id)
+    for reason, ids in reasons.items():
+        more = len(ids) - SHOWN_FAILURES
+        rest = f" and {more} more, in the ledger" if more > 0 else ""
+        yield f"  failed: {len(ids)} by {reason}: {', '.join(ids[:SHOWN_FAILURES])}{rest}"
 
 
 def _figures(report: Report) -> Iterator[str]:

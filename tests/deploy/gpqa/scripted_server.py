@@ -32,6 +32,7 @@ class Fault:
 
     status: int = 200
     code: str = ""
+    param: str = ""
     retry_after: str = ""
     cut: str = ""  # reset, end, garbage, error: what happens after the first piece
     truncated: bool = False
@@ -134,7 +135,7 @@ def _handler(owner: ScriptedServer) -> type[BaseHTTPRequestHandler]:
             if fault.status != 200:
                 message = f"about: {prompt}"  # servers do quote prompts
                 headers = {"retry-after": fault.retry_after} if fault.retry_after else {}
-                error = {"error": {"message": message, "code": fault.code}}
+                error = {"error": {"message": message, "code": fault.code, "param": fault.param}}
                 self._json(fault.status, error, headers)
                 return
             question, letter = owner.find(prompt)

@@ -70,7 +70,7 @@ def test_a_bad_file_is_told_by_row_or_column(write_csv: WriteCsv, text: str, tol
 def test_a_file_that_is_none_is_named(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="No such file"):
         read_dataset(tmp_path / "missing.csv")
-    with pytest.raises(ConfigError, match="directory"):
+    with pytest.raises(ConfigError, match="is no regular file"):
         read_dataset(tmp_path)
     (tmp_path / "utf16.csv").write_bytes(HEADER.encode("utf-16"))
     with pytest.raises(ConfigError, match="not UTF-8 at byte 0"):

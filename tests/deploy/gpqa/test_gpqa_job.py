@@ -123,6 +123,9 @@ def test_an_address_with_a_password_is_not_repeated(run: Run) -> None:
         (["--temperature", "nan"], "nan is not within"),
         (["--top-p", "x"], "'x' is no number"),
         (["--concurrency", "0"], "0 is below 1"),
+        (["--concurrency", "5000"], "5000 is not within 1 and 4096"),
+        (["--seed", str(2**64)], f"{2**64} is not within 0 and {2**64 - 1}"),
+        (["--max-tokens", str(2**64)], "is not within 1 and 2147483647"),
         (["--preset", "none"], "invalid choice"),
     ],
 )

@@ -94,6 +94,22 @@ def test_a_file_of_something_else_is_refused(tmp_path: Path) -> None:
         read_ledger(tmp_path)
 
 
+@pytest.mark.parametrize("text", [b"mine", b"one\ntwo", b'{"kind":"answer","id":"q1"', b"{}"])
+def test_a_file_of_something_else_keeps_its_last_line(tmp_path: Path, text: bytes) -> None:
+    (tmp_path / FILE).write_bytes(text)
+    with pytest.raises(ConfigError, match="choose another --out"):
+        Ledger(tmp_path, HEADER)
+    assert (tmp_path / FILE).read_bytes() == text
+
+
+def test_another_runs_last_line_is_not_cut(tmp_path: Path) -> None:
+    data = to_line(HEADER) + b'{"kind":"ans'
+    (tmp_path / FILE).write_bytes(data)
+    with pytest.raises(ConfigError, match="another run"):
+        Ledger(tmp_path, replace(HEADER, model="n"))
+    assert (tmp_path / FILE).read_bytes() == data
+
+
 def test_a_folder_that_cannot_be_used_is_one_line(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with pytest.raises(ConfigError, match=r"--out .* can't be used"):
@@ -111,6 +127,7 @@ def test_only_a_folder_of_its_own_is_kept_out_of_repositories(tmp_path: Path) ->
     Ledger(tmp_path / "new" / "run", HEADER).close()
     assert (tmp_path / "new" / "run" / ".gitignore").read_text() == "*\n"
     assert not (tmp_path / "new" / ".gitignore").exists()
+    assert (tmp_path / "new" / "run" / FILE).stat().st_mode & 0o777 == 0o600
 
 
 def test_a_record_is_synced_before_append_returns(

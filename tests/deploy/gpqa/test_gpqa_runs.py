@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
 import threading
 
@@ -93,7 +94,7 @@ def test_a_server_that_takes_nothing_is_waited_for(run: Run, fault: Fault) -> No
 def test_a_broken_answer_is_asked_for_again_as_before(run: Run, fault: Fault, reason: str) -> None:
     run.server.faults.extend([fault] * 3)
     assert run("--concurrency", 1, "--retries", 2) == 1
-    assert f"made-3-1: {reason}" in run.out
+    assert f"by {reason}: made-3-1\n" in run.out
     assert run.server.asked[0] == run.server.asked[1] == run.server.asked[2]
     assert "1 of 20 questions have no answer" in run.err
     assert "19/20" in run.out  # a failed one is wrong, not left out
@@ -120,7 +121,48 @@ def test_a_refused_question_fails_alone(run: Run) -> None:
     run.server.faults.append(Fault(400, "context_length_exceeded"))
     assert run("--concurrency", 1) == 1
     assert len(run.server.asked) == COUNT
-    assert "made-3-1: HTTP 400 (context_length_exceeded)" in run.out
+    assert "failed: 1 by HTTP 400 (context_length_exceeded): made-3-1\n" in run.out
+
+
+def test_a_run_without_any_answer_has_no_score_and_the_reason_once(run: Run) -> None:
+    run.server.faults.extend([Fault(400, "invalid_value", param="seed")] * COUNT)
+    assert run("--concurrency", 1) == 1
+    assert f"all {COUNT} questions; none was answered, so there is no score" in run.out
+    assert run.out.count("HTTP 400") == 1
+    assert f"failed: {COUNT} by HTTP 400 (invalid_value: seed): made-3-1, made-3-2," in run.out
+    for text in ("%", "chance", "right"):
+        assert text not in run.out + run.err
+    assert run.command("report", "--out", run.folder) == 0
+    assert "none was answered" in run.out
+
+
+def test_a_field_that_is_none_of_ours_is_not_named(run: Run) -> None:
+    question = next(iter(run.server.questions))
+    run.server.faults.append(Fault(400, "invalid_value", param=question.options[0]))
+    assert run("--concurrency", 1) == 1
+    assert "by HTTP 400 (invalid_value): made-3-1\n" in run.out
+
+
+def test_a_report_that_can_not_be_written_is_one_line_behind_the_report(run: Run) -> None:
+    (run.folder / "report.json").mkdir(parents=True)
+    assert run() == 1
+    assert f"all {COUNT} questions" in run.out
+    assert run.err.splitlines()[-1] == (
+        f"nrank: {run.folder}/report.json can't be written: it is a folder; make room, the same "
+        f"command asks nothing again"
+    )
+    assert {one.name for one in run.folder.iterdir()} == {"ledger.jsonl", "report.json"}
+
+
+def test_a_fifo_is_no_dataset_and_no_ledger(run: Run) -> None:
+    fifo = run.folder / "ledger.jsonl"
+    run.folder.mkdir()
+    os.mkfifo(fifo)
+    for code in (run(), run("--data", fifo), run.command("report", "--out", run.folder)):
+        assert code == 2
+        assert run.err.rstrip("\n").endswith(("no regular file", "; give a run's --out", "written"))
+        assert "is no regular file" in run.err
+    assert run.server.asked == []
 
 
 def test_what_no_question_would_get_ends_the_run(run: Run) -> None:
