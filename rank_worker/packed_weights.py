@@ -48,7 +48,9 @@ class PackedReader:
         shape = local_shape(tensor, self.share)
         codes = self._codes(codes, shape)
         zero = self._zero(tensor, parts.get("zero"))
-        whole = parts["global_scale"].float().flatten(-2) if "global_scale" in parts else None
+        whole = parts["global_scale"].float() if "global_scale" in parts else None
+        if whole is not None and whole.dim() > 1:  # of a bank; a dense matrix has its one number
+            whole = whole.flatten(-2)
         scale = self._own_blocks(tensor, "scale", parts["scale"])
         if scale.dtype is torch.uint8:  # exponents of MX formats
             scale = scale.view(torch.float8_e8m0fnu)

@@ -191,20 +191,27 @@ def test_a_killed_run_is_gone_on_with_to_the_same_bytes(
     assert not (out / JOURNAL).exists()
 
 
-def test_whole_files_are_not_made_again(
+def test_whole_files_are_not_made_again_and_a_torn_line_is_forgotten(
     sources: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     out = tmp_path / "model"
-    work = Conversion(str(sources.twin), out, Recipe.parse("w4g32", None))
-    monkeypatch.setattr(work, "_write_rest", lambda: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        work.run(None, lambda *_: None)
-    before = {path.name: path.stat().st_ino for path in out.glob("*.safetensors")}
-    with (out / JOURNAL).open("a") as journal:
-        journal.write('{"file": "model-0000')  # a line that was torn
-    convert_into(out, sources.twin, "w4g32")
-    assert {path.name: path.stat().st_ino for path in out.glob("*.safetensors")} == before
+
+    def stop_before_the_rest() -> dict[str, int]:
+        work = Conversion(str(sources.twin), out, Recipe.parse("w4g32", None))
+        monkeypatch.setattr(work, "_write_rest", lambda: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            work.run(None, lambda *_: None)
+        return {path.name: path.stat().st_mtime_ns for path in sorted(out.glob("*.safetensors"))}
+
+    before = stop_before_the_rest()
     assert len(before) == LAYERS + 2
+    with (out / JOURNAL).open("a") as journal:
+        journal.write('{"file": "model-0000')
+    lost = min(before)
+    (out / lost).unlink()
+    after = stop_before_the_rest()
+    assert {name for name in before if before[name] != after[name]} == {lost}
+    assert stop_before_the_rest() == after, "the line of the file that was made again is whole"
 
 
 def test_a_residual_that_grows_is_flagged_with_layer_and_expert(
