@@ -93,18 +93,18 @@ def run(arguments: argparse.Namespace) -> int:
     os.environ["OMP_NUM_THREADS"] = str(THREADS_PER_RANK)
     if arguments.base is not None and arguments.against is None:
         raise ConfigError("--base is A of --against; add --against FIELD=VALUE")
-    if arguments.compare:
-        return run_compare(*arguments.compare)
-    if arguments.out:
+    if arguments.out is not None:
         require_place("--out", arguments.out)
-    if arguments.ops:
+    if arguments.compare:
+        outcome = run_compare(*arguments.compare)
+    elif arguments.ops:
         outcome = run_ops(arguments)
     elif arguments.against is not None:
         outcome = run_against(arguments)
     else:
         outcome = run_speed(arguments)
     line = json.dumps(outcome.result)
-    if arguments.out:  # first: whoever reads the tables may close the pipe
+    if arguments.out is not None:  # first: whoever reads the tables may close the pipe
         from deploy.bench.results import write_result
 
         write_result(arguments.out, line)
@@ -123,12 +123,12 @@ class Outcome:
     code: int = 0
 
 
-def run_compare(old: str, new: str) -> int:
-    from deploy.bench.comparison import Verdict, compare_files, print_comparison
+def run_compare(old: str, new: str) -> Outcome:
+    from deploy.bench.comparison import Verdict, compare_files, comparison_json, print_comparison
 
     found = compare_files(old, new)
-    print_comparison(found)
-    return 1 if found.count(Verdict.SLOWER) else 0
+    code = 1 if found.count(Verdict.SLOWER) else 0
+    return Outcome(comparison_json(found), lambda: print_comparison(found), code)
 
 
 def run_ops(arguments: argparse.Namespace) -> Outcome:
@@ -162,7 +162,13 @@ def run_against(arguments: argparse.Namespace) -> Outcome:
     origin, model_dir = Origin.here(), model_path(arguments.model)
     sides = make_sides(model_dir, ranks, arguments.base or "", arguments.against)
     sizes, repeats = QUICK if arguments.quick else FULL, arguments.repeats
-    rounds, left_out = make_rounds(sides.limits(), sizes, repeats)
+    limits = sides.limits()
+    rounds, left_out = make_rounds(limits, sizes, repeats)
+    if not rounds:
+        raise ConfigError(
+            f"no workload fits the context of {limits.context_tokens} tokens that both sides have; "
+            f"raise context_tokens{'' if arguments.quick else ' or try --quick'}"
+        )
     with ExitStack() as stack:
         a, b = (EngineSystem.start(stack, c, n) for n, c in (("A", sides.a), ("B", sides.b)))
         hot = sides.b if sides.a.device == "cpu" else sides.a
@@ -174,7 +180,7 @@ def run_against(arguments: argparse.Namespace) -> Outcome:
         checkpoint_hash(model_dir), THREADS_PER_RANK, repeats,
         fingerprints([one.workloads[0] for one in rounds]), pairs,
     )  # fmt: skip
-    return Outcome(pairs_json(measured), lambda: print_pairs(measured))
+    return Outcome(pairs_json(measured), lambda: print_pairs(measured), 0 if pairs.rows else 1)
 
 
 def run_speed(arguments: argparse.Namespace) -> Outcome:

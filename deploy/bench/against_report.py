@@ -120,10 +120,9 @@ def _splits(rows: Sequence[PairRow], sides: Sides) -> list[tuple[str, str, str, 
 
 def _notes(measured: MeasuredPairs) -> list[str]:
     origin, sides = measured.origin, measured.sides
-    changed = sides.differences
     lines = [f"left out: {line}" for line in measured.pairs.left_out]
     for index, name in enumerate("AB"):
-        values = (f"{field}={_value(pair[index])}" for field, pair in changed.items())
+        values = (f"{field}={_value(sides.value(index, field))}" for field in sides.differences)
         lines.append(f"{name}: {', '.join(values) or 'the same: gains show the noise'}")
     if (sizes := sides.expert_bytes()) is not None:
         a, b = sizes

@@ -8,13 +8,23 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from enum import StrEnum
 from math import comb
+from typing import Any
 
 from deploy.bench.cells import make_console, make_table
 from deploy.bench.origin import busy_of, machine_of
-from deploy.bench.results import BROKEN, MIN_REPEATS, Better, Key, Result, leaves, read_result
+from deploy.bench.results import (
+    BROKEN,
+    MIN_REPEATS,
+    SCHEMA,
+    Better,
+    Key,
+    Result,
+    leaves,
+    read_result,
+)
 from deploy.bench.workloads import Spread
 from placement.errors import ConfigError
 
@@ -49,17 +59,19 @@ class Change:
     verdict: Verdict
 
     @property
-    def ratio(self) -> float:
-        return self.new.median / self.old.median if self.old.median else float("nan")
+    def ratio(self) -> float | None:
+        return self.new.median / self.old.median if self.old.median else None
 
 
 @dataclass(frozen=True)
 class Comparison:
     """`notes`: what else differs between the files, a line each."""
 
+    old: str  # path, like the next
+    new: str
     changes: Sequence[Change]
     notes: Sequence[str]
-    chance: float  # that a figure whose speed is the same is called slower
+    chance: float  # that a figure whose speed is the same is called slower; 0: nothing is claimed
 
     def count(self, verdict: Verdict) -> int:
         return Counter(change.verdict for change in self.changes)[verdict]
@@ -89,7 +101,8 @@ def compare_files(old_path: str, new_path: str) -> Comparison:
         notes.append(
             f"{old.repeats} and {new.repeats} repeats: nothing is claimed below {MIN_REPEATS}"
         )
-    return Comparison(changes, notes, 1 / comb(old.repeats + new.repeats, old.repeats))
+    chance = 1 / comb(old.repeats + new.repeats, old.repeats) if has_spread else 0.0
+    return Comparison(old.path, new.path, changes, notes, chance)
 
 
 def verdict_of(old: Spread, new: Spread, better: Better) -> Verdict:
@@ -157,17 +170,37 @@ def print_comparison(found: Comparison) -> None:
     table = make_table("new against old", ("workload", "system", "figure"), headings)
     for one in found.changes:
         names = (one.workload, one.system, one.figure, one.ranks)
-        table.add_row(*names, _text(one.old), _text(one.new), f"{one.ratio:.2f}", one.verdict.value)
+        ratio = "-" if one.ratio is None else f"{one.ratio:.2f}"
+        table.add_row(*names, _text(one.old), _text(one.new), ratio, one.verdict.value)
     console = make_console()
     console.print(table)
     for note in found.notes:
         console.print(note)
     counts = (f"{found.count(verdict)} {text}" for verdict, text in COUNTED.items())
     total = len(found.changes)
-    console.print(
-        f"{total} figures: {', '.join(counts)}; about {found.chance * total:.1g} would be called "
-        f"slower by chance"
-    )
+    by_chance = ""
+    if found.chance:
+        by_chance = f"; about {_count(found.chance * total)} would be called slower by chance"
+    console.print(f"{total} figures: {', '.join(counts)}{by_chance}")
+
+
+def comparison_json(found: Comparison) -> dict[str, Any]:
+    """Of a kind of its own, which is no result to compare with."""
+    return {
+        "schema": SCHEMA,
+        "kind": "comparison",
+        "old": found.old,
+        "new": found.new,
+        "figures": [{**asdict(one), "ratio": one.ratio} for one in found.changes],
+        "counts": {verdict.value: found.count(verdict) for verdict in Verdict},
+        "chance": found.chance,
+        "notes": list(found.notes),
+    }
+
+
+def _count(expected: float) -> str:
+    """Two digits or whole: 0.0079, 0.12, 3.4, 30."""
+    return f"{expected:.2g}" if expected < 10 else f"{expected:.0f}"
 
 
 def _text(spread: Spread) -> str:

@@ -10,6 +10,7 @@ import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
+from math import isfinite
 from pathlib import Path
 from typing import Any
 
@@ -18,8 +19,9 @@ from deploy.whole_file import write_whole
 from placement.errors import ConfigError
 from placement.headers import require_regular
 
-BROKEN = (AttributeError, KeyError, TypeError, ValueError)  # what odd JSON leads to
+BROKEN = (AttributeError, KeyError, OverflowError, TypeError, ValueError)  # what odd JSON leads to
 Key = tuple[str, str, str, str]  # workload, system, ranks, figure
+MAX_REPEATS = 10_000  # more were never measured
 MIN_REPEATS = 3  # of fewer runs least and greatest are no spread
 SCHEMA = "nrank-bench/1"  # grows when a field changes its meaning
 
@@ -85,7 +87,7 @@ class Result:
                     key = (str(row["id"]), str(row.get("system", "")), str(row.get("ranks", "")))
                     for name, better in names.items():
                         if (spread := _at(row, name)) is not None:
-                            found[(*key, name)] = (_spread(spread), better)
+                            found[(*key, name)] = (_spread(f"{name} of {key[0]}", spread), better)
         except BROKEN as error:
             raise self.broken(error) from error
         return found
@@ -113,6 +115,8 @@ def read_result(path: str) -> Result:
         )
     try:
         repeats, prompts = int(values["settings"]["repeats"]), dict(values["prompts"])
+        if not 1 <= repeats <= MAX_REPEATS:
+            raise ValueError(f"{repeats} repeats")
         return Result(path, Kind(values["kind"]), repeats, prompts, values)
     except BROKEN as error:
         raise _broken(path, error) from error
@@ -134,8 +138,13 @@ def write_result(path: str, line: str) -> None:
         raise ConfigError(f"--out {path} can't be written: {reason}; choose another") from error
 
 
-def _spread(values: Mapping[str, Any]) -> Spread:
-    return Spread(float(values["median"]), float(values["min"]), float(values["max"]))
+def _spread(what: str, values: Mapping[str, Any]) -> Spread:
+    """ValueError that names the figure where a number is none."""
+    numbers = {part: float(values[part]) for part in ("median", "min", "max")}
+    for part, number in numbers.items():
+        if not isfinite(number):
+            raise ValueError(f"{part} of {what} is {number}")
+    return Spread(**numbers)
 
 
 def _at(values: Any, dotted: str) -> Any:

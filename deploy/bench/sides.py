@@ -36,6 +36,13 @@ class Sides:
         a, b = asdict(self.a), asdict(self.b)
         return {name: (a[name], b[name]) for name in a if a[name] != b[name]}
 
+    def value(self, side: int, field: str) -> object:
+        """Of A (0) or B (1); what a default stands for where that is another number."""
+        config = (self.a, self.b)[side]
+        if field == "context_tokens" and not config.context_tokens:
+            return prepare(config).plan.context.configured_tokens
+        return getattr(config, field)
+
     @property
     def has_same_ids(self) -> bool:
         """Whether both have to make the same greedy ids: same weights in the same type."""

@@ -13,6 +13,7 @@ import pytest
 from deploy import cli
 from deploy.bench.against import Pair, Rounds, abba, measure_pairs
 from deploy.bench.against_report import MeasuredPairs, print_pairs
+from deploy.bench.engine_system import EngineSystem
 from deploy.bench.heat import ChipHeat, chip_heat
 from deploy.bench.origin import Ending, Origin
 from deploy.bench.sides import Sides, make_rounds, make_sides, parse
@@ -222,6 +223,23 @@ def test_b_is_a_with_the_change_and_a_is_what_the_server_runs(embedded_model_dir
         "ranks": (1, 2), "mtp": (2, 0), "prefix_cache": (True, False),
     }  # fmt: skip
     assert parse("--base", " ") == {}
+
+
+def test_a_default_context_is_told_as_what_it_is(embedded_model_dir: Path) -> None:
+    sides = make_sides(str(embedded_model_dir), 1, "", "context_tokens=512")
+    assert sides.differences == {"context_tokens": (0, 512)}
+    assert [sides.value(side, "context_tokens") for side in (0, 1)] == [32768, 512]
+
+
+def test_without_a_workload_that_fits_nothing_is_started(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(EngineSystem, "start", None)
+    assert cli.main(["bench", "--against", "context_tokens=10", "--quick"]) == 2
+    out, err = capsys.readouterr()
+    assert (out, err.count("\n")) == ("", 1)
+    assert "no workload fits the context of 10 tokens that both sides have" in err
 
 
 def test_random_prompts_are_new_in_every_round_and_to_each_other(

@@ -147,6 +147,42 @@ def test_fewer_than_three_repeats_claim_nothing(compare: Compare) -> None:
     assert "4 figures: 0 slower, 0 faster, 0 ratios changed, 4 without a claim" in out
 
 
+def test_without_a_claim_no_false_alarm_is_expected(compare: Compare) -> None:
+    one = result()
+    one["settings"]["repeats"] = 1
+    out = compare(one, one)[1]
+    assert "4 without a claim as spreads overlap" in out
+    assert "by chance" not in out
+
+
+def test_the_expected_false_alarms_are_a_plain_number(compare: Compare) -> None:
+    assert "; about 0.016 would be called slower by chance\n" in compare(result(), result())[1]
+    rows = [row(id=f"w{n}", ttft_s=spread(1, 1, 1)) for n in range(600)]
+    many = result(workloads=rows, gains={})
+    many["settings"]["repeats"] = 3  # 1 of 20
+    assert "; about 30 would be called slower by chance\n" in compare(many, many)[1]
+
+
+def test_a_comparison_ends_in_json_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    old, new, out = (str(tmp_path / name) for name in ("old", "new", "out"))
+    Path(old).write_text(json.dumps(result()))
+    changed = with_decode(70, 80, 89)
+    changed["workloads"][1]["decode_tokens_per_s"] = spread(0, 0, 0)
+    Path(new).write_text(json.dumps(changed))
+    assert cli.main(["bench", "--compare", old, new, "--json", "--out", out]) == 1
+    line = capsys.readouterr().out.rstrip("\n").rpartition("\n")[2]
+    assert Path(out).read_text() == line + "\n"
+    found = json.loads(line)
+    assert (found["kind"], found["old"], found["new"]) == ("comparison", old, new)
+    assert (found["figures"][0]["verdict"], found["figures"][0]["ratio"]) == ("slower", 0.8)
+    assert found["counts"]["slower"] == 2
+    assert cli.main(["bench", "--compare", new, old, "--json"]) == 0
+    back = json.loads(capsys.readouterr().out.rstrip("\n").rpartition("\n")[2])
+    assert None in [figure["ratio"] for figure in back["figures"]]
+    assert cli.main(["bench", "--compare", old, out]) == 2  # it is no result
+    assert "is no whole result of nrank bench" in capsys.readouterr().err
+
+
 def test_whatever_else_has_moved_is_listed(compare: Compare) -> None:
     new = result(commit="def", machine={"cpu": "other", "cores": 2}, max_celsius=66.0)
     new["settings"] |= {"drafts": 3, "model": "/elsewhere"}
@@ -190,6 +226,17 @@ def test_the_line_of_json_may_stand_below_a_table(compare: Compare) -> None:
         (result(workloads=[{"ranks": 1}]), "is no whole result of nrank bench (KeyError: 'id')"),
         (result(workloads=[row(ttft_s={"min": 1})]), "is no whole result of nrank bench"),
         (result(workloads=[row(ttft_s=spread("x", 1, 1))]), "is no whole result of nrank bench"),  # type: ignore[arg-type]
+        (
+            result(workloads=[row(ttft_s=spread(1, float("nan"), 1))]),
+            "is no whole result of nrank bench (ValueError: median of ttft_s of decode-1 is nan)",
+        ),
+        (
+            result(workloads=[row(ttft_s=spread(1, 1, float("inf")))]),
+            "(ValueError: max of ttft_s of decode-1 is inf)",
+        ),
+        (result(workloads=[row(ttft_s=spread(1, 10**400, 1))]), "nrank bench (Overflow"),
+        (result(settings={"repeats": -1}), "(ValueError: -1 repeats)"),
+        (result(settings={"repeats": 10**9}), "(ValueError: 1000000000 repeats)"),
         (result(workloads=3), "is no whole result of nrank bench"),
         (result(load_average="x"), "is no whole result of nrank bench"),
         (result(workloads=[row(id="other", ttft_s=spread(1, 1, 1))], gains={}), "no row in common"),
