@@ -13,10 +13,12 @@ from contextlib import AbstractContextManager, contextmanager, nullcontext
 
 from cluster.thermal_guard import HeatLimits, ThermalGuard
 from placement.config import EngineConfig
+from rank_worker.device import open_device
 from rank_worker.device_sensors.poller import SensorPoller
 from rank_worker.device_sensors.sources import open_poller
 from rank_worker.guard_word import Order
 from rank_worker.launch import Engine
+from rank_worker.model import parameter_dtype
 
 INTERVAL_S = 1.0
 
@@ -31,8 +33,11 @@ def guarded(engine: Engine, sensors: Callable[[], SensorPoller] = open_poller) -
     """While inside, `engine` rests when its chips are too hot, and says so on stderr.
 
     To be entered before the engine starts: loading heats most. Rank r runs on chip r.
-    ConfigError or OSError when the node's processes can't meet.
+    ConfigError or OSError when the node's processes can't meet. ConfigError for a device that is
+    not here, before sensors are missed that nobody needs then.
     """
+    config = engine.config  # rank 0 is of this process and begins just so
+    open_device(config.device).begin(0, parameter_dtype(config.dtype))
     over, poller, guard = threading.Event(), sensors(), ThermalGuard(HeatLimits())
 
     def watch() -> None:

@@ -7,10 +7,12 @@ import time
 from pathlib import Path
 
 import pytest
+import torch
 
 from deploy import chip_guard
 from deploy.chip_guard import guard_of, guarded
 from placement.config import EngineConfig
+from placement.errors import ConfigError
 from rank_worker.device_sensors.poller import SensorPoller
 from rank_worker.device_sensors.smi import SmiSource
 from rank_worker.device_sensors.smi_program import SmiProgram
@@ -60,6 +62,18 @@ def test_a_hot_chip_brings_the_gang_to_rest_and_the_answer_stays_the_same(
     said = capsys.readouterr().err
     assert "at rest: chip 2.1 (rank 1) reached 95 °C, hold_celsius=94" in said
     assert not [thread for thread in threading.enumerate() if thread.name == "chip-guard"]
+
+
+def test_a_device_that_is_not_here_is_refused_before_sensors_are_asked() -> None:
+    if torch.cuda.is_available():
+        pytest.skip("this machine has a GPU")
+
+    def asked() -> SensorPoller:
+        raise AssertionError("sensors were asked")
+
+    engine = Engine(EngineConfig("m", device="cuda"))
+    with pytest.raises(ConfigError, match="torch finds no GPU here"), guarded(engine, asked):
+        pass
 
 
 def test_a_cpu_has_no_guard() -> None:
