@@ -62,6 +62,7 @@ def bench(
     return run
 
 
+@pytest.mark.slow
 def test_a_quick_run_ends_in_json_with_all_fields(
     bench: Callable[..., tuple[int, str, str]], tmp_path: Path
 ) -> None:

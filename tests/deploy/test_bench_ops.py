@@ -170,6 +170,7 @@ def test_arguments_keep_the_contracts_of_their_operators() -> None:
             CONTRACTS[case.op].check(case.op, defaults | arguments)
 
 
+@pytest.mark.slow
 def test_variants_of_this_machine_are_equal_at_production_shapes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -80,6 +80,7 @@ def test_other_dtypes_do_not_build(fresh: Path) -> None:
     assert not list(fresh.glob("nrank/*"))
 
 
+@pytest.mark.slow
 def test_processes_that_build_at_once_both_get_it(fresh: Path) -> None:
     done = subprocess.run(
         [sys.executable, "-c", TWO_BUILDERS],

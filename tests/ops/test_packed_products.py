@@ -34,7 +34,7 @@ def routes(tokens: int, experts: int, top_k: int) -> tuple[Tensor, Tensor, Tenso
     return torch.randn(tokens, HIDDEN), torch.rand(tokens, top_k), local
 
 
-@pytest.mark.parametrize("tokens", [1, 5, 40])
+@pytest.mark.parametrize("tokens", [1, 5, pytest.param(40, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", [formats.W4G128_ASYM, formats.W4G32, formats.NVFP4],
                          ids=lambda form: form.name)  # fmt: skip
 def test_experts_at_production_widths(
