@@ -192,6 +192,8 @@ def render(name: str, series: Series, window: Window) -> str:
 
 def write_whole(path: Path, text: str) -> None:
     """All of it or nothing: a page that was there before stays when the disk is full."""
+    if path.exists() and not path.is_file():
+        raise BoardPageError(f"--out {path} is no file; name one")
     new = path.with_name(f"{path.name}.new")
     try:
         new.write_text(text, encoding="utf-8")

@@ -30,9 +30,9 @@ from deploy.bench.workloads import (
 from deploy.defaults import default_drafts
 from deploy.flags import add_command, add_model_flag, bounded, model_path
 from deploy.prompts import ModelLimits
-from deploy.whole_file import require_place
 from placement.config import EngineConfig
 from placement.errors import ConfigError
+from placement.whole_file import require_place
 
 if TYPE_CHECKING:
     from deploy.bench.gains import GainWorkloads, Gangs

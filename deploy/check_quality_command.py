@@ -21,8 +21,8 @@ from deploy.flags import (
     engine_config,
     refuse_missing_features,
 )
-from deploy.whole_file import require_place
 from placement.errors import ConfigError
+from placement.whole_file import require_place
 
 if TYPE_CHECKING:
     from deploy.prompts import ModelLimits

@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from deploy.flags import add_command, bounded
-from deploy.whole_file import write_whole
 from placement.errors import ConfigError
+from placement.whole_file import write_whole
 
 if TYPE_CHECKING:
     from deploy.gpqa.evaluation import Plan

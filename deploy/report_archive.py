@@ -11,8 +11,8 @@ from pathlib import Path
 from typing import Any
 
 from deploy.redaction import Redactor
-from deploy.whole_file import OWNER_ONLY, write_whole
 from placement.errors import ConfigError
+from placement.whole_file import OWNER_ONLY, write_whole
 
 FOLDER = "nrank-report"
 

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from deploy.flags import add_command, add_model_flag, model_path
 from deploy.server_json import is_url
-from deploy.whole_file import require_place
 from placement.errors import ConfigError
+from placement.whole_file import require_place
 
 DEFAULT_URL = "http://127.0.0.1:8000"
 

@@ -8,7 +8,6 @@ the registry passes over what failed.
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -18,6 +17,7 @@ import torch
 
 from ops.spec import PASSED, PROBED, Capability
 from placement.errors import ConfigError
+from placement.whole_file import write_whole
 
 SCHEMA = 1
 
@@ -50,15 +50,9 @@ def write(path: Path, capability: Capability, results: Mapping[str, OpResult]) -
         "identity": identity(capability),
         "operators": {name: asdict(result) for name, result in results.items()},
     }
-    part = path.with_name(f"{path.name}.{os.getpid()}.part")
     try:
-        with part.open("w") as file:
-            json.dump(told, file, indent=1)
-            file.flush()
-            os.fsync(file.fileno())
-        part.replace(path)
+        write_whole(path, json.dumps(told, indent=1))
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise ConfigError(f"{path} can't be written: {error.strerror}; name another") from error
 
 

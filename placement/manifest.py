@@ -16,6 +16,7 @@ from typing import Any
 
 from placement.errors import CheckpointError
 from placement.headers import CheckpointHeaders, TensorHeader, read_json
+from placement.whole_file import write_whole
 
 MANIFEST_FILE = "nrank.manifest.json"
 ALGORITHM = "sha256"
@@ -48,9 +49,7 @@ def write_manifest(headers: CheckpointHeaders, progress: Progress) -> str:
     }
     content = {"version": VERSION, "algorithm": ALGORITHM, "tensors": tensors}
     try:
-        with open(path + ".part", "w", encoding="utf-8") as file:
-            json.dump(content, file, indent=0, sort_keys=True)
-        os.replace(path + ".part", path)
+        write_whole(path, json.dumps(content, indent=0, sort_keys=True))
     except OSError as error:
         raise CheckpointError(f"{path}: can't be written ({error.strerror})") from error
     return path

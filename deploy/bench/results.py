@@ -15,9 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from deploy.bench.workloads import Spread
-from deploy.whole_file import write_whole
 from placement.errors import ConfigError
 from placement.headers import require_regular
+from placement.whole_file import write_whole
 
 BROKEN = (AttributeError, KeyError, OverflowError, TypeError, ValueError)  # what odd JSON leads to
 Key = tuple[str, str, str, str]  # workload, system, ranks, figure

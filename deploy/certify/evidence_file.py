@@ -11,9 +11,9 @@ from collections.abc import Sequence
 from dataclasses import fields, replace
 from pathlib import Path
 
-from deploy.whole_file import require_file, write_whole
 from placement.errors import ConfigError, NrankError
 from placement.evidence import Asked, Cell, Evidence, read_evidence
+from placement.whole_file import require_file, write_whole
 
 
 class EvidenceFailure(NrankError):

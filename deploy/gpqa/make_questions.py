@@ -17,8 +17,8 @@ from pathlib import Path
 from deploy.cli import Parser
 from deploy.flags import bounded
 from deploy.gpqa.dataset import ANSWERS, DOMAIN, QUESTION, RECORD_ID
-from deploy.whole_file import require_place, write_whole
 from placement.errors import ConfigError
+from placement.whole_file import require_place, write_whole
 
 KIND = "Subdomain"
 HEADER = (QUESTION, *ANSWERS, RECORD_ID, DOMAIN, KIND)

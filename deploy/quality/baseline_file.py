@@ -16,11 +16,11 @@ from deploy.defaults import EMBEDDED_MODEL
 from deploy.quality.measured import Measured
 from deploy.quality.smoke_set import SmokeSet
 from deploy.version import code_revision
-from deploy.whole_file import write_whole
 from placement.config import EngineConfig
 from placement.errors import ConfigError, NrankError
 from placement.headers import require_regular
 from placement.spec import ModelSpec
+from placement.whole_file import write_whole
 
 VERSION = 1
 EMBEDDED_BASELINE = Path(__file__).parent / "embedded.json"

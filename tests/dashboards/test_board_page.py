@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import threading
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
@@ -117,6 +118,13 @@ def test_a_page_that_can_not_be_written_leaves_nothing(answers: Answers, tmp_pat
     assert str(tmp_path) in fault
     assert not [*tmp_path.iterdir(), *tmp_path.parent.glob("*.new")]
     assert "No such file" in (answers.make(tmp_path / "gone" / "page.html") or "")
+
+
+def test_what_is_no_file_is_not_replaced(answers: Answers, tmp_path: Path) -> None:
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    assert f"{pipe} is no file" in (answers.make(pipe) or "")
+    assert pipe.is_fifo()
 
 
 @pytest.mark.parametrize("address", ["http://127.0.0.1:1", "http://[", "nothing"])

@@ -206,7 +206,7 @@ def test_a_report_replaces_an_old_one_only_when_it_is_whole(
 
     before = set(tmp_path.iterdir())
     with monkeypatch.context() as patch:
-        patch.setattr("deploy.whole_file.os.fsync", full_disk)
+        patch.setattr("placement.whole_file.os.fsync", full_disk)
         code, told, err = nrank("report", "--url", "http://127.0.0.1:1", "--out", out)
     assert (code, told, out.read_text()) == (2, "", "old")
     assert err.endswith("No space left on device; choose another place with --out\n")

@@ -12,8 +12,8 @@ import pytest
 
 from deploy import cli
 from deploy.gpqa import make_questions
-from deploy.whole_file import OWNER_ONLY, require_place, write_whole
 from placement.errors import ConfigError
+from placement.whole_file import OWNER_ONLY, require_place, write_whole
 
 Command = Callable[[str], int]
 
