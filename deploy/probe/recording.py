@@ -80,11 +80,11 @@ def recorded(
 ) -> Iterator[Recording]:
     """Runs the prompt and the first tokens of an answer; the files go when this is left.
 
-    Without drafts and reuse, so that each token goes through all layers once. `started` is called
-    when the gang is ready.
+    Without drafts, reuse and graphs, so that each token goes through all layers once, and in
+    Python: nobody hears what a graph replays. `started` is called when the gang is ready.
     """
     alone = replace(
-        config, mtp=0, prefix_cache=False, max_sequences=1,
+        config, mtp=0, prefix_cache=False, max_sequences=1, graphs=False,
         context_tokens=len(job.prompt_ids) + job.max_tokens,
     )  # fmt: skip
     plan = prepare(alone).plan  # refused before a process is started

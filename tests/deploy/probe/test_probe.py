@@ -11,6 +11,7 @@ from typing import Any
 
 import pytest
 
+import rank_worker.rank as rank_module
 from deploy.cli import main
 from tests.deploy.probe.conftest import PROMPT_IDS, Probe
 from tests.deploy.probe.faulty_ranks import (
@@ -25,6 +26,7 @@ from tests.deploy.probe.faulty_ranks import (
     WrongGates,
 )
 from tests.golden import lowbit_checkpoint
+from tests.rank_worker.test_decode_graphs import ReplayingDevice, StaleReplay
 
 Found = set[tuple[str, int, int]]
 slow = pytest.mark.slow
@@ -47,6 +49,17 @@ def test_nothing_is_flagged_where_nothing_is_wrong(
         assert 0 < max(row["part_errors"]) < 1e-5
         assert row["cosine"] > 1 - 1e-6
         assert row["rms"] < row["absmax"]
+
+
+def test_no_step_of_a_probe_is_replayed(
+    probed: Probe, random_checkpoint: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A graph replays kernels, not the Python that listens."""
+    device = ReplayingDevice(StaleReplay)
+    monkeypatch.setattr(rank_module, "open_device", lambda name: device)
+    code, report = probed(random_checkpoint(layers=4), 1)
+    assert (code, report["findings"]) == (0, [])
+    assert device.recorded == 0
 
 
 @pytest.mark.parametrize("ranks", [pytest.param(1, marks=slow), 2, pytest.param(3, marks=slow)])
