@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -59,17 +62,22 @@ def test_a_ray_job_succeeds_or_fails_as_the_evaluation_does(front, own_token, da
     dashboard = next(line for line in one.lines if "dashboard http://" in line)
     address = dashboard.partition("dashboard ")[2].partition(",")[0]
 
-    def submit(url: str, questions: Path) -> subprocess.CompletedProcess[str]:
+    def submit(
+        url: str, questions: Path, out: str = "run", meanwhile: Callable[[], None] = lambda: None
+    ) -> subprocess.CompletedProcess[str]:
         command = [
             *(str(Path(sys.executable).with_name("ray")), "job", "submit", "--address", address),
             *("--working-dir", str(ROOT), "--", "python", "-m", "deploy.gpqa"),
-            *("--base-url", url, "--data", str(questions), "--out", str(tmp_path / "run")),
+            *("--base-url", url, "--data", str(questions), "--out", str(tmp_path / out)),
             *("--max-tokens", str(MAX_TOKENS), "--metrics-port", "0"),
         ]
         environment = {**os.environ, "RAY_AUTH_MODE": "token"}
-        return subprocess.run(
-            command, capture_output=True, text=True, timeout=LIMIT_S, env=environment, check=False
-        )
+        with subprocess.Popen(
+            command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+        ) as job:
+            meanwhile()
+            told = job.communicate(timeout=LIMIT_S)
+        return subprocess.CompletedProcess(command, job.returncode, *told)
 
     good = submit(base_url, data)
     assert good.returncode == 0, good.stdout + good.stderr
@@ -85,3 +93,28 @@ def test_a_ray_job_succeeds_or_fails_as_the_evaluation_does(front, own_token, da
     wrong = submit(base_url, bad)
     assert wrong.returncode != 0
     assert "no column 'Correct Answer'" in wrong.stdout
+    many = tmp_path / "many.csv"
+    assert make_questions.main(["--count", "400", "--seed", "2", "--out", str(many)]) == 0
+    stopped = submit(base_url, many, "cut", lambda: interrupt(tmp_path / "cut"))
+    assert stopped.returncode != 0
+    assert "failed" in stopped.stdout
+    assert "Traceback" not in stopped.stdout + stopped.stderr
+    assert 5 <= len(read_ledger(tmp_path / "cut").records) < 400
+
+
+def interrupt(folder: Path) -> None:
+    """SIGINT to the evaluation that writes there, once it has some answers."""
+    ledger, deadline_s = folder / "ledger.jsonl", time.monotonic() + LIMIT_S
+    while not ledger.exists() or len(ledger.read_bytes().splitlines()) < 6:
+        assert time.monotonic() < deadline_s
+        time.sleep(0.1)
+    for process in Path("/proc").glob("[0-9]*"):
+        try:
+            words = (process / "cmdline").read_bytes().split(b"\0")
+        except OSError:
+            continue
+        is_python = words[0].endswith(b"python") and words[1:3] == [b"-m", b"deploy.gpqa"]
+        if is_python and str(folder).encode() in words:
+            os.kill(int(process.name), signal.SIGINT)
+            return
+    raise AssertionError("no process evaluates")
