@@ -46,7 +46,8 @@ class SignalFlag:
 
     def __exit__(self, *_: object) -> None:
         for signum, handler in self._before.items():
-            signal.signal(signum, handler)
+            is_over = signum == signal.SIGHUP and signum in self._came  # the terminal is gone
+            signal.signal(signum, signal.SIG_IGN if is_over else handler)
 
     def take_over(self) -> None:
         """Sets the handlers; again after a library has set its own. nohup stays nohup."""
@@ -115,6 +116,8 @@ class SignalFlag:
         signal.alarm(0)  # Ray's own handler, if it came first, aborts the process after 3 s
         if signum == signal.SIGHUP:
             self._leave_lost_terminals()
+            if signum in self._came:  # kernel and shell both tell of a terminal that was closed
+                return
         self._came.append(signum)
 
     def _leave_lost_terminals(self) -> None:

@@ -21,8 +21,10 @@ LONG_S = 30.0  # reached by a failure only
 
 @pytest.fixture
 def flag() -> Iterator[SignalFlag]:
+    before = signal.getsignal(signal.SIGHUP)
     with SignalFlag() as one:
         yield one
+    signal.signal(signal.SIGHUP, before)
 
 
 @pytest.mark.parametrize("signum", SIGNALS)
@@ -37,6 +39,21 @@ def test_the_first_signal_is_told_and_the_second_one_interrupts(
     signal.raise_signal(signal.SIGTERM)
     with pytest.raises(Interrupted, match="SIGTERM"):
         flag.check()
+
+
+def test_a_closed_terminal_is_told_twice_and_is_one_signal() -> None:
+    """By the kernel and by the shell, the second time whenever it likes."""
+    before = signal.getsignal(signal.SIGHUP)
+    try:
+        with SignalFlag() as flag:
+            flag.serving()
+            signal.raise_signal(signal.SIGHUP)
+            assert flag.wait(0)
+            signal.raise_signal(signal.SIGHUP)
+            flag.check()
+        signal.raise_signal(signal.SIGHUP)  # would end this process
+    finally:
+        signal.signal(signal.SIGHUP, before)
 
 
 def test_before_it_serves_one_signal_interrupts_every_wait(flag: SignalFlag) -> None:
