@@ -8,7 +8,7 @@ NPU := .venv-npu
 STAMP := .venv/installed
 export OMP_NUM_THREADS ?= 1
 
-.PHONY: venv serve browser test test-servers test-ranks test-slow test-npu bench lint
+.PHONY: venv serve browser test test-slow test-npu bench lint
 
 venv: $(STAMP)
 
@@ -30,16 +30,9 @@ browser: $(STAMP)
 	$(BIN)/python -m tests.serve.browser || $(BIN)/playwright install chromium || \
 		(apt-get update --quiet && apt-get install --quiet --yes --no-install-recommends chromium)
 
-# Two cores are busy all the time: one half of the tests starts servers, the other one only ranks.
-test: $(STAMP)
+test: lint
 	@$(MAKE) --no-print-directory browser || echo "no Chromium: the status page goes untested"
-	@$(MAKE) --no-print-directory --keep-going --jobs 2 lint test-servers test-ranks
-
-test-servers: $(STAMP)
-	$(BIN)/pytest -m "not slow" tests/cluster tests/deploy tests/serve $(ARGS)
-
-test-ranks: $(STAMP)
-	$(BIN)/pytest -m "not slow" --ignore tests/cluster --ignore tests/deploy --ignore tests/serve $(ARGS)
+	$(BIN)/pytest -m "not slow" $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow $(ARGS)

@@ -11,7 +11,6 @@ import asyncio
 import hmac
 import logging
 import secrets
-from contextlib import suppress
 from dataclasses import replace
 from typing import Any
 
@@ -138,7 +137,8 @@ class _Connection:
         await self._sent.wait()
 
     async def _write(self) -> None:
-        with suppress(OSError):  # the reader finds the end, too
+        """Until cancelled. When it can't go on the connection ends, and so does whoever waits."""
+        try:
             while True:
                 await self._wake.wait()
                 self._wake.clear()
@@ -147,3 +147,9 @@ class _Connection:
                 self._writer.write(frame(items))
                 await self._writer.drain()
                 sent.set()
+        except OSError:
+            pass  # the reader finds the end, too
+        except Exception:
+            logger.exception("an answer could not be sent")
+        finally:
+            self._writer.transport.abort()

@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 from cluster import channel as channel_module
+from cluster import channel_server
 from cluster.channel import Channel
 from cluster.channel_server import ChannelServer
 from cluster.channel_wire import LENGTH, ChannelAddress
@@ -142,6 +143,24 @@ def test_a_fault_of_the_coordinator_is_told_without_its_text(
 
     drive_channel(body)
     assert "secret" in caplog.text
+
+
+def test_an_answer_that_can_not_be_sent_ends_the_connection(
+    drive_channel: Any, caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else its reader, and all others of that ingress, would wait for ever."""
+
+    def frame(_: object) -> bytes:
+        raise pickle.PicklingError("on purpose")
+
+    async def body(engine: Engine, _server: Any, _address: Any, channel: Channel) -> None:
+        monkeypatch.setattr(channel_server, "frame", frame)
+        with pytest.raises(NotServing, match="coordinator of the gang is gone"):
+            await read(channel, EngineRequest("r", (1,), 3))
+        await until(lambda: not engine.running)
+
+    drive_channel(body)
+    assert "an answer could not be sent" in caplog.text
 
 
 def test_closing_an_answer_aborts_only_that(drive_channel: Any) -> None:
