@@ -51,6 +51,7 @@ from cluster.validate import (
 _LOG = logging.getLogger("nrank.edge")
 
 METRICS_TYPE = "text/plain; version=0.0.4; charset=utf-8"
+SHORT_BODY_BYTES = 2048  # tokenised in less time than another thread needs to begin
 
 _REFUSALS: dict[int | str, dict[str, Any]] = {"4XX": {"description": "OpenAI error envelope"}}
 
@@ -176,8 +177,12 @@ class _Routes:
     async def _generate(
         self, request: Request, validate: Validate, style: AnswerFormat
     ) -> Response:
-        raw = parse_json(await read_body(request, self._settings.max_body_bytes))
-        valid = await asyncio.to_thread(validate, raw, self._card, self._tokenizer)
+        body = await read_body(request, self._settings.max_body_bytes)
+        raw = parse_json(body)
+        if len(body) <= SHORT_BODY_BYTES:
+            valid = validate(raw, self._card, self._tokenizer)
+        else:
+            valid = await asyncio.to_thread(validate, raw, self._card, self._tokenizer)
         _log_request(request, style.id, valid)
         answer = Answer(self._engine, valid, self._tokenizer.vocabulary, style.id, time.time())
         if valid.stream:

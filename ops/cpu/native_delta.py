@@ -12,7 +12,7 @@ from torch import Tensor
 from ops.cpu import torch_variants as torch_variant
 from ops.cpu.layout import FEW_ROWS, row_stride, token_stride
 from ops.cpu.library import library
-from ops.reference import verify
+from ops.reference import delta, verify
 
 
 def causal_conv_step(
@@ -27,6 +27,21 @@ def causal_conv_step(
         y.data_ptr(), *x.shape, taps.shape[0], dilation,
     )  # fmt: skip
     return y
+
+
+def causal_conv_chunk(
+    x: Tensor, weight: Tensor, window: Tensor, dilation: int = 1
+) -> tuple[Tensor, Tensor]:
+    stride = row_stride(x)
+    if not stride or not window.is_contiguous():
+        return torch_variant.causal_conv_chunk(x, weight, window, dilation)
+    y, taps = torch.empty(x.shape), weight.t().contiguous()
+    slots = torch.zeros(1, dtype=torch.int64)
+    library().nrank_conv_verify(
+        x.data_ptr(), stride, taps.data_ptr(), window.data_ptr(), slots.data_ptr(),
+        y.data_ptr(), 1, *x.shape, taps.shape[0], dilation,
+    )  # fmt: skip
+    return y, torch.cat((window, x[-len(window) :]))[-len(window) :]
 
 
 def causal_conv_verify(
@@ -80,12 +95,48 @@ def gated_delta_step(
     states: Tensor,
     slots: Tensor,
 ) -> Tensor:
+    out = _steps(q, k, v, g, beta, key_head, states, slots)
+    if out is None:
+        return torch_variant.gated_delta_step(q, k, v, g, beta, key_head, states, slots)
+    return out
+
+
+def gated_delta_chunk(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    key_head: Tensor,
+    state: Tensor,
+    chunk: int = 64,
+) -> tuple[Tensor, Tensor]:
+    """Token by token: the products of the chunk form cost more here, at any length."""
+    states = state.clone(memory_format=torch.contiguous_format)[None]
+    slots = torch.zeros(v.shape[0], dtype=torch.int64)
+    out = _steps(q, k, v, g, beta, key_head, states, slots)
+    if out is None:
+        return delta.gated_delta_chunk(q, k, v, g, beta, key_head, state, chunk)
+    return out, states[0]
+
+
+def _steps(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    g: Tensor,
+    beta: Tensor,
+    key_head: Tensor,
+    states: Tensor,
+    slots: Tensor,
+) -> Tensor | None:
+    """One token a row, one row after the other: a slot may recur. None for other layouts."""
     batch, key_heads, key_dim = q.shape
     heads, width = v.shape[1:]
     stride, v_stride = row_stride(q), row_stride(v)
     whole = g.is_contiguous() and beta.is_contiguous() and states.is_contiguous()
     if not stride or not v_stride or stride != row_stride(k) or not whole:
-        return torch_variant.gated_delta_step(q, k, v, g, beta, key_head, states, slots)
+        return None
     out = torch.empty(batch, heads, width)
     library().nrank_delta_step(
         q.data_ptr(), k.data_ptr(), stride, v.data_ptr(), v_stride, g.data_ptr(),
@@ -146,10 +197,12 @@ def gated_delta_commit_(
 
 OPERATORS = (
     causal_conv_step,
+    causal_conv_chunk,
     causal_conv_verify,
     window_commit_,
     delta_gates,
     gated_delta_step,
+    gated_delta_chunk,
     gated_delta_verify,
     gated_delta_commit_,
 )

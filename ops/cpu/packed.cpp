@@ -66,28 +66,44 @@ inline void to_floats(const void* from, int64_t type, int64_t first, int64_t n, 
         for (; i < n; ++i) to[i] = static_cast<int8_t>(at[first + i]);
 }
 
-// Scales and zero points of one row after the other; a block of rows is converted once.
+// Scales and zero points of one row after the other, some rows of them converted at once.
 struct RowScales {
+    static constexpr int64_t TILE = 32;  // blocks of rows that are held
+
     const Packed& w;
-    int64_t expert, block = -1;
-    float *scale, *zero;  // [across], room for 2 * across
+    int64_t expert, first = 0, last = 0;  // blocks held
+    float *scales, *zeros, *scale, *zero;  // room for room_for(w) floats from `scales` on
+
+    static int64_t room_for(const Packed& w) { return 2 * TILE * w.across; }
 
     RowScales(const Packed& w, int64_t expert, float* room)
-        : w(w), expert(expert), scale(room), zero(room + w.across) {}
+        : w(w), expert(expert), scales(room), zeros(room + TILE * w.across) {}
 
     void at(int64_t row) {
+        const int64_t block = w.block_rows == 1 ? row : block_of(row);
+        if (block < first || block >= last) hold(block);
+        scale = scales + (block - first) * w.across;
+        zero = zeros + (block - first) * w.across;
+    }
+
+  private:
+    int64_t block_of(int64_t row) const {
         const int64_t part = w.rows / w.stacked, stored = row / part;
         const int64_t height = w.block_rows ? w.block_rows : part;
-        const int64_t now = stored * (w.down / w.stacked) + (row - stored * part) / height;
-        if (now == block) return;
-        block = now;
-        const int64_t first = (expert * w.down + now) * w.across;
-        to_floats(w.scale, w.scale_type, first, w.across, scale);
+        return stored * (w.down / w.stacked) + (row - stored * part) / height;
+    }
+
+    void hold(int64_t block) {
+        const int64_t part = w.down / w.stacked, stored = block / part;
+        first = block;
+        last = std::min(first + TILE, (stored + 1) * part);
+        const int64_t from = (expert * w.down + first) * w.across, n = (last - first) * w.across;
+        to_floats(w.scale, w.scale_type, from, n, scales);
         float factor = w.is_float4 ? 0.5f : 1.0f;  // levels are kept as twice their value
         if (w.whole) factor *= w.whole[expert * w.stacked + stored];
         if (factor != 1.0f)
-            for (int64_t g = 0; g < w.across; ++g) scale[g] *= factor;
-        if (w.zero) to_floats(w.zero, w.zero_type, first, w.across, zero);
+            for (int64_t g = 0; g < n; ++g) scales[g] *= factor;
+        if (w.zero) to_floats(w.zero, w.zero_type, from, n, zeros);
     }
 };
 
@@ -173,10 +189,11 @@ inline vec floats_of(const Bytes& b, int64_t first) {
 #endif
 
 inline float sum_of(vec v) {
-    float all[LANES], sum = 0.0f;
+    float all[LANES];
     store(all, v);
-    for (int64_t i = 0; i < LANES; ++i) sum += all[i];
-    return sum;
+    for (int64_t n = LANES / 2; n; n /= 2)  // pairs: a chain of additions would be waited for
+        for (int64_t i = 0; i < n; ++i) all[i] += all[i + n];
+    return all[0];
 }
 
 inline int64_t bytes_for(int64_t codes, int64_t bits) { return codes * bits / 8; }
@@ -190,15 +207,16 @@ void dot_floats(const Packed& w, const uint8_t* codes, const RowScales& s, const
     float rest[M] = {};
     for (int64_t g = 0, k = 0; g < w.across; ++g) {
         const int64_t end = std::min(k + w.group, w.columns);
-        vec part[M] = {};
+        vec part[2][M] = {};  // two chains of additions an input
         for (; k + N <= end; k += N) {
             const Bytes b = decode<KIND, N>(codes + bytes_for(k, BITS));
             for (int64_t i = 0; i < N; i += LANES) {
                 const vec v = floats_of(b, i);
-                for (int m = 0; m < M; ++m) part[m] += load(x + m * stride + k + i) * v;
+                vec* of = part[i / LANES % 2];
+                for (int m = 0; m < M; ++m) of[m] += load(x + m * stride + k + i) * v;
             }
         }
-        for (int m = 0; m < M; ++m) total[m] += part[m] * s.scale[g];
+        for (int m = 0; m < M; ++m) total[m] += (part[0][m] + part[1][m]) * s.scale[g];
         if constexpr (KIND == INT8)
             for (; k < end; ++k)
                 for (int m = 0; m < M; ++m)
@@ -291,7 +309,8 @@ void product_of(const Packed& w, int64_t expert, const Inputs& in, float* y, int
         static thread_local std::vector<float> held;
         return &held;
     }();
-    if (static_cast<int64_t>(room.size()) < 2 * w.across) room.resize(2 * w.across);
+    const int64_t needed = RowScales::room_for(w);
+    if (static_cast<int64_t>(room.size()) < needed) room.resize(needed);
     RowScales scales(w, expert, room.data());
     for (int64_t n = 0; n < w.rows; ++n) {
         scales.at(n);
@@ -315,83 +334,7 @@ void product_of(const Packed& w, int64_t expert, const Inputs& in, float* y, int
     }
 }
 
-#ifdef __AVX512F__
-
-// Four-bit codes of a chunk looked up as floats: even columns in the low nibbles, odd in the high.
-// x has them apart in the same way. A group is whole chunks, or half of one (WIDE or not).
-template <bool WIDE, int M>
-void dot_nibbles(const Packed& w, const uint8_t* codes, const RowScales& s, __m512 table,
-                 const float* x, const float* sums, float* out, int64_t out_stride) {
-    __m512 total[M];
-    for (int m = 0; m < M; ++m) total[m] = _mm512_setzero_ps();
-    const int64_t step = WIDE ? w.group : CHUNK;
-    for (int64_t k = 0, g = 0; k < w.columns; g += WIDE ? 1 : 2) {
-        __m512 even[M], odd[M];
-        for (int m = 0; m < M; ++m) even[m] = odd[m] = _mm512_setzero_ps();
-        for (const int64_t end = k + step; k < end; k += CHUNK) {
-            const __m128i bytes = _mm_loadu_si128((const __m128i*)(codes + k / 2));
-            const __m512i both = _mm512_cvtepu8_epi32(bytes);
-            const __m512 low = _mm512_permutexvar_ps(both, table);
-            const __m512 high = _mm512_permutexvar_ps(_mm512_srli_epi32(both, 4), table);
-            for (int m = 0; m < M; ++m) {
-                const float* at = x + m * w.columns + k;
-                even[m] = _mm512_fmadd_ps(_mm512_loadu_ps(at), low, even[m]);
-                odd[m] = _mm512_fmadd_ps(_mm512_loadu_ps(at + 16), high, odd[m]);
-            }
-        }
-        __m512 scale = _mm512_set1_ps(s.scale[g]);
-        if (!WIDE) scale = _mm512_mask_blend_ps(0xFF00, scale, _mm512_set1_ps(s.scale[g + 1]));
-        for (int m = 0; m < M; ++m)
-            total[m] = _mm512_fmadd_ps(_mm512_add_ps(even[m], odd[m]), scale, total[m]);
-    }
-    for (int m = 0; m < M; ++m) {
-        float rest = 0.0f;
-        if (w.zero)
-            for (int64_t g = 0; g < w.across; ++g)
-                rest += s.scale[g] * s.zero[g] * sums[m * w.across + g];
-        out[m * out_stride] = _mm512_reduce_add_ps(total[m]) - rest;
-    }
-}
-
-template <bool WIDE>
-void nibble_product(const Packed& w, int64_t expert, const float* x, const float* sums, float* y,
-                    int64_t M, float* room) {
-    float levels[16];
-    for (int i = 0; i < 16; ++i) levels[i] = w.is_float4 ? FLOAT4[i] : SIGNED4[i];
-    const __m512 table = _mm512_loadu_ps(levels);
-    RowScales scales(w, expert, room);
-    for (int64_t n = 0; n < w.rows; ++n) {
-        scales.at(n);
-        const uint8_t* codes = w.codes + (expert * w.rows + n) * w.columns / 2;
-        for (int64_t m = 0, taken; m < M; m += taken) {
-            taken = M - m >= 4 ? 4 : M - m >= 2 ? 2 : 1;
-            const float *in = x + m * w.columns, *of = sums ? sums + m * w.across : nullptr;
-            float* out = y + m * w.rows + n;
-            if (taken == 4)
-                dot_nibbles<WIDE, 4>(w, codes, scales, table, in, of, out, w.rows);
-            else if (taken == 2)
-                dot_nibbles<WIDE, 2>(w, codes, scales, table, in, of, out, w.rows);
-            else
-                dot_nibbles<WIDE, 1>(w, codes, scales, table, in, of, out, w.rows);
-        }
-    }
-}
-
-inline bool has_nibble_product(const Packed& w) {
-    return w.bits == 4 && w.columns % CHUNK == 0 && (w.group % CHUNK == 0 || w.group == CHUNK / 2);
-}
-
-// x [M, K] with the even and the odd columns of each chunk apart.
-inline void split_pairs(const float* x, int64_t stride, float* to, int64_t M, int64_t K) {
-    for (int64_t m = 0; m < M; ++m)
-        for (int64_t k = 0; k < K; k += CHUNK, to += CHUNK)
-            for (int64_t i = 0; i < CHUNK / 2; ++i) {
-                to[i] = x[m * stride + k + 2 * i];
-                to[i + CHUNK / 2] = x[m * stride + k + 2 * i + 1];
-            }
-}
-
-#endif
+#include "nibbles.cpp"
 
 // Rows of x [M, K] in 255 steps of their largest value each, as the reference rounds them.
 void round_rows(const float* x, int64_t stride, int8_t* bytes, float* steps, int64_t M,
@@ -438,16 +381,18 @@ void product(const Packed& w, int64_t expert, const float* x, int64_t stride, fl
             }
         in.sums = sums;
     }
-#ifdef __AVX512F__
+#ifdef __AVX2__
     if (!in_bytes && has_nibble_product(w)) {
         static thread_local std::vector<float> apart;
-        const auto needed = static_cast<size_t>(M * K + 2 * w.across);
+        const auto needed = static_cast<size_t>(M * K + RowScales::room_for(w));
         if (apart.size() < needed) apart.resize(needed);
         float* room = apart.data() + M * K;
         split_pairs(x, stride, apart.data(), M, K);
-        const auto of = w.group % CHUNK == 0 ? nibble_product<true> : nibble_product<false>;
-        of(w, expert, apart.data(), in.sums, y, M, room);
-        return;
+#ifdef __AVX512F__
+        if (w.group % CHUNK)
+            return nibble_product<false>(w, expert, apart.data(), in.sums, y, M, room);
+#endif
+        return nibble_product<true>(w, expert, apart.data(), in.sums, y, M, room);
     }
 #endif
     const auto of = w.bits == 8   ? product_of<INT8, CHUNK>
@@ -460,7 +405,7 @@ void product(const Packed& w, int64_t expert, const float* x, int64_t stride, fl
 template <int KIND, int N>
 void unpack_of(const Packed& w, int64_t expert, float* out) {
     const int64_t K = w.columns, row_bytes = (K * w.bits + 7) / 8;
-    std::vector<float> room(2 * w.across);
+    std::vector<float> room(RowScales::room_for(w));
     RowScales scales(w, expert, room.data());
     for (int64_t n = 0; n < w.rows; ++n, out += K) {
         scales.at(n);
