@@ -25,6 +25,10 @@ class Code(StrEnum):
     E2M1 = "e2m1"  # 4-bit float: 0, 0.5, 1, 1.5, 2, 3, 4, 6 and a sign
 
 
+LARGEST_VALUE = 65504.0  # no weight of a model comes near it; float16 ends there
+LARGEST_FLOAT_CODES = {Code.E4M3: 448.0, Code.E2M1: 6.0}
+
+
 @dataclass(frozen=True)
 class WeightFormat:
     """One way to store matrices [..., rows, columns], packed along the columns.
@@ -47,6 +51,11 @@ class WeightFormat:
     def is_plain(self) -> bool:
         """True where the bytes are the values: no scale of any kind."""
         return not (self.scale_bytes or self.zero_bytes or self.tensor_bytes)
+
+    @property
+    def largest_scale(self) -> float:
+        """The product of a value's scales can't be larger: codes reach beyond LARGEST_VALUE."""
+        return LARGEST_VALUE / LARGEST_FLOAT_CODES.get(self.code, float(1 << self.bits - 1))
 
     def payload_bytes(self, shape: Shape) -> int:
         """Bytes of the codes; rows begin at whole bytes."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import os
+import re
 import secrets
 import stat
 from pathlib import Path
@@ -15,6 +16,7 @@ from pathlib import Path
 from placement.errors import ConfigError
 
 OWNER_ONLY, SHARED = 0o600, 0o666  # as the umask leaves them
+_PART = re.compile(r"\.(.+)\.[0-9a-f]{8}\.part")
 _KINDS = {
     stat.S_IFDIR: "a folder",
     stat.S_IFIFO: "a FIFO",
@@ -60,7 +62,15 @@ def write_whole(path: str | Path, content: str | bytes, mode: int = SHARED) -> N
     finally:
         with contextlib.suppress(OSError):  # replaced, or never made
             part.unlink()
-    _sync_folder(target.parent)
+    sync_folder(target.parent)
+
+
+def left_behind(folder: Path) -> dict[Path, str]:
+    """What writers of `folder` left that were killed, and the file that each was to become: for a
+    process that knows itself the only writer there.
+    """
+    found = {path: _PART.fullmatch(path.name) for path in folder.iterdir()}
+    return {path: match[1] for path, match in found.items() if match}
 
 
 def _target(path: str | Path) -> Path:
@@ -76,7 +86,7 @@ def _other_kind(path: Path) -> str:
     return "" if stat.S_ISREG(mode) else _KINDS.get(stat.S_IFMT(mode), "no file")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """A new file is there after a power cut only when its folder was synced, too."""
     handle = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:

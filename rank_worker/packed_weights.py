@@ -13,16 +13,14 @@ import torch
 from torch import Tensor
 
 from ops.lowbit.convert import codes_of_words, without_fp8, zeros_of_bank
-from ops.lowbit.packed import E2M1_LEVELS, Packed
+from ops.lowbit.packed import Packed
 from placement.config import RankShare
 from placement.errors import CheckpointError
-from placement.formats import Code
+from placement.formats import LARGEST_FLOAT_CODES, Code
 from placement.partition import Range, local_index_ranges, local_shape
 from placement.spec import TensorSpec
 
 PARTS = ("scale", "zero", "global_scale", "global_divisor")
-LARGEST_VALUE = 65504.0  # no weight of a model comes near it; float16 ends there
-E4M3_MAX = 448.0
 
 
 class PackedReader:
@@ -104,12 +102,15 @@ class PackedReader:
             limit = float(1 << form.bits)
             wrong, wanted = ~(values.abs() <= limit), f"a finite number up to {limit:.0f}"
         elif part == "scale":
-            limit = LARGEST_VALUE / largest_code(tensor)
+            limit = form.largest_scale
             wrong = ~((values > 0) & (values <= limit))
             wanted = f"above 0 and at most {limit:g}"
-        else:
+        else:  # the scales below it are E4M3, and writers use all of their range
+            limit = form.largest_scale / LARGEST_FLOAT_CODES[Code.E4M3]
+            divides = part == "global_divisor"
             wrong = ~((values > 0) & torch.isfinite(values))
-            wanted = "finite and above 0"
+            wrong |= values < 1 / limit if divides else values > limit
+            wanted = f"at least {1 / limit:g}" if divides else f"above 0 and at most {limit:g}"
         if wrong.any():
             index = tuple(int(i) for i in wrong.nonzero()[0])
             name = self._disk_name(f"{tensor.role}.{part}", index)
@@ -134,14 +135,6 @@ class PackedReader:
             if all(origin <= i < origin + extent for i, origin, extent in spans):
                 return piece.name
         return role
-
-
-def largest_code(tensor: TensorSpec) -> float:
-    form = tensor.format
-    assert form is not None
-    if form.code is Code.E4M3:
-        return E4M3_MAX
-    return E2M1_LEVELS[-1] if form.code is Code.E2M1 else float(1 << form.bits - 1)
 
 
 def blocks(span: Range, step: int) -> Range:

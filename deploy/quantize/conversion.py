@@ -24,9 +24,9 @@ from deploy.quantize.growth import Growth, check_growth
 from deploy.quantize.journal import RECEIPTS, Journal
 from deploy.quantize.packing import Receipt, pack_matrix
 from deploy.quantize.recipe import Recipe
-from deploy.quantize.shard_file import OutputError, ShardFile, write_text
+from deploy.quantize.shard_file import OutputError, ShardFile, write_file
 from deploy.quantize.shards import Copy, Job, Shard, component_bytes, plan_shards
-from deploy.quantize.source import TORCH_DTYPES, Source
+from deploy.quantize.source import TORCH_DTYPES, Source, not_finite
 from placement.errors import CheckpointError, ConfigError
 from placement.headers import INDEX_FILE, CheckpointHeaders, read_json
 from placement.manifest import MANIFEST_FILE
@@ -81,6 +81,7 @@ class Conversion:
         self._require_space()
         with closing(Journal(self.out, self._asked(calibration))) as journal:
             if journal.is_complete:
+                self._require_whole()
                 return Outcome(read_json(str(self.out / RECEIPTS)), True)
             self._write_shards(journal, on_progress)
             self._write_rest()
@@ -91,7 +92,7 @@ class Conversion:
                     lambda layer, layers: on_progress("checking", layer, layers),
                 )  # fmt: skip
             receipts = self._receipts(journal, calibration, growth)
-            write_text(self.out / RECEIPTS, json.dumps(receipts, indent=1) + "\n")
+            write_file(self.out / RECEIPTS, json.dumps(receipts, indent=1) + "\n")
             journal.finish()
         return Outcome(receipts, False)
 
@@ -122,6 +123,17 @@ class Conversion:
                 f"{needed - free:,} more or choose another --out"
             )
 
+    def _require_whole(self) -> None:
+        """A complete directory that lost a file since, or has it cut, isn't gone on with."""
+        sizes = {shard.file: len(shard.header) + shard.data_bytes for shard in self.shards}
+        lost = [file for file, size in sizes.items() if not _has_size(self.out / file, size)]
+        lost += [name for name in (CONFIG, INDEX_FILE) if not (self.out / name).is_file()]
+        if lost:
+            raise ConfigError(
+                f"--out {self.out} was complete, but {lost[0]} is missing or of another length "
+                "now: remove the folder and give the same command again"
+            )
+
     def _write_shards(self, journal: Journal, on_progress: OnProgress) -> None:
         total = sum(shard.data_bytes for shard in self.shards)
         done = 0
@@ -144,18 +156,15 @@ class Conversion:
         for name in sorted(os.listdir(self.model_dir)):
             path = Path(self.model_dir, name)
             if is_copied(path):
-                try:
-                    write_text(self.out / name, path.read_text(encoding="utf-8"))
-                except (OSError, UnicodeDecodeError) as error:
-                    raise CheckpointError(f"{path}: can't be read ({error})") from error
+                write_file(self.out / name, _small_file(path))
         config = quantised_config(read_json(os.path.join(self.model_dir, CONFIG)), self.jobs)
-        write_text(self.out / CONFIG, json.dumps(config, indent=2) + "\n")
+        write_file(self.out / CONFIG, json.dumps(config, indent=2) + "\n")
         weight_map = {entry.name: shard.file for shard in self.shards for entry in shard.entries}
         index = {
             "metadata": {"total_size": sum(shard.data_bytes for shard in self.shards)},
             "weight_map": dict(sorted(weight_map.items())),
         }
-        write_text(self.out / INDEX_FILE, json.dumps(index, indent=2) + "\n")
+        write_file(self.out / INDEX_FILE, json.dumps(index, indent=2) + "\n")
 
     def _receipts(
         self, journal: Journal, calibration: Calibration | None, growth: Growth | None
@@ -188,8 +197,10 @@ def write_job(source: Source, job: Job, file: ShardFile) -> Iterator[Receipt]:
         return
     if job.form.is_plain:
         (entry,) = job.entries
-        rows = source.rows(job.matrix, 0, job.matrix.shape[0])
-        file.write(entry.name, rows.to(TORCH_DTYPES[entry.dtype]))
+        rows = source.rows(job.matrix, 0, job.matrix.shape[0]).to(TORCH_DTYPES[entry.dtype])
+        if not torch.isfinite(rows).all():
+            raise not_finite(job.matrix.header.file, job.matrix.name)
+        file.write(entry.name, rows)
         return
     tensors, receipt = pack_matrix(source, job.matrix, job.form)
     for name, tensor in tensors.items():
@@ -217,6 +228,13 @@ def fingerprint(headers: CheckpointHeaders) -> str:
 
 def shard_text(shard: Shard) -> str:
     return f"layer {shard.group}" if shard.group.isdecimal() else shard.group
+
+
+def _small_file(path: Path) -> bytes:
+    try:
+        return path.read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: can't be read ({error.strerror})") from error
 
 
 def _has_size(path: Path, size: int) -> bool:

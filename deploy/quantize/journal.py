@@ -15,9 +15,10 @@ from pathlib import Path
 from typing import Any
 
 from deploy.quantize.packing import Receipt
-from deploy.quantize.shard_file import PART, sync_folder, unwritable, write_text
+from deploy.quantize.shard_file import unwritable, write_file
 from placement.errors import ConfigError
-from placement.headers import read_json
+from placement.headers import read_json, require_regular
+from placement.whole_file import left_behind, sync_folder
 
 JOURNAL = "nrank.quantize.jsonl"
 RECEIPTS = "nrank.quantize.json"
@@ -35,7 +36,8 @@ class Journal:
             folder.mkdir(parents=True, exist_ok=True)
             self._lock = os.open(folder, os.O_RDONLY | os.O_CLOEXEC)
         except OSError as error:
-            reason = error.strerror if not folder.is_file() else "is a file"
+            is_other = folder.is_symlink() or folder.exists()
+            reason = "is no folder" if is_other and not folder.is_dir() else error.strerror
             raise ConfigError(f"--out {folder}: {reason}; choose another folder") from None
         try:
             self._take_lock()
@@ -62,28 +64,37 @@ class Journal:
             self._require_same(was, asked)
             self.is_complete = True
         else:
-            names = sorted(name for name in os.listdir(self.folder) if name != JOURNAL + PART)
-            if names:
+            left = left_behind(self.folder)
+            begun = {path.name for path, name in left.items() if name == JOURNAL}
+            if names := sorted(set(os.listdir(self.folder)) - begun):
                 raise ConfigError(
                     f"--out {self.folder} holds other files ({names[0]}); choose a folder that is "
                     "empty or not there yet"
                 )
-            write_text(self.path, json.dumps({"asked": asked}) + "\n")
+            write_file(self.path, json.dumps({"asked": asked}) + "\n")
+        if not self.is_complete:
+            self._clear()
 
     def _resume(self, asked: dict[str, Any]) -> None:
-        lines = self.path.read_bytes().split(b"\n")
-        whole = lines[:-1]  # a line that was torn has no end
         try:
+            require_regular(str(self.path))
+            lines = self.path.read_bytes().split(b"\n")
+            whole = lines[:-1]  # a line that was torn has no end
             entries = [json.loads(line) for line in whole]
             was = entries[0]["asked"]
             self.done = {
                 one["file"]: [Receipt(**each) for each in one["receipts"]] for one in entries[1:]
             }
-        except (ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError):
             raise ConfigError(f"{self.path} can't be read; remove {self.folder}") from None
         self._require_same(was, asked)
         if lines[-1]:
-            write_text(self.path, "".join(line.decode() + "\n" for line in whole))
+            write_file(self.path, "".join(line.decode() + "\n" for line in whole))
+
+    def _clear(self) -> None:
+        """Of runs that were killed in the middle of a small file."""
+        for path in left_behind(self.folder):
+            path.unlink(missing_ok=True)
 
     def _require_same(self, was: Any, now: dict[str, Any]) -> None:
         was = was if isinstance(was, dict) else {}

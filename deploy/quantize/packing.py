@@ -11,7 +11,8 @@ from torch import Tensor
 from deploy.quantize.recipe import writer_of
 from deploy.quantize.source import Matrix, Source, not_finite
 from ops.lowbit.pack import quantise, stored
-from ops.lowbit.packed import Packed, dequantised
+from ops.lowbit.packed import Packed, dequantised, whole_scales
+from placement.errors import CheckpointError
 from placement.formats import WeightFormat
 
 BAND_BYTES = 8 << 20  # of float32 values at a time; packing takes some six times as much
@@ -46,7 +47,7 @@ class Deviations:
         self.packed_squares += _sum(packed, packed)
         self.products += _sum(was, packed)
         self.errors += _sum(off, off)
-        self.largest = max(self.largest, off.abs().max().item() if off.numel() else 0.0)
+        self.largest = max(self.largest, _largest(off))
 
     def receipt(self, name: str, form: WeightFormat) -> Receipt:
         error = (self.errors / self.squares) ** 0.5 if self.squares else 0.0
@@ -56,7 +57,7 @@ class Deviations:
 
 
 def rounded(value: float) -> float:
-    """To as many digits as a sum has in any order of its parts."""
+    """To fewer digits than a sum keeps in any order of its parts."""
     return float(f"{value:.{DIGITS}g}")
 
 
@@ -66,19 +67,37 @@ def pack_matrix(
     """Stored tensors by name, and the receipt. CheckpointError for a value that isn't finite."""
     rows, columns = matrix.shape
     band = max(BAND_ROWS, BAND_BYTES // (4 * max(columns, 1)) // BAND_ROWS * BAND_ROWS)
-    if form.tensor_bytes:  # one scale stands for all rows
-        band = max(rows, 1)
+    spans = [(first, min(first + band, rows)) for first in range(0, rows, band)]
+    largest = None
+    if form.tensor_bytes:  # one scale stands for all rows, which are read twice
+        largest = max((_largest(source.rows(matrix, *span)) for span in spans), default=0.0)
     parts, deviations = [], Deviations()
-    for first in range(0, rows, band):
-        values = source.rows(matrix, first, min(first + band, rows))
+    for span in spans:
+        values = source.rows(matrix, *span)
         try:
-            packed = quantise(values, form)
+            packed = quantise(values, form, largest=largest)
         except ValueError as error:
             raise not_finite(matrix.header.file, matrix.name) from error
+        _require_scales(matrix, packed)
         deviations.add(values, dequantised(packed))
         parts.append(packed)
     tensors = stored(base_name(matrix), _joined(parts), writer_of(form))
     return tensors, deviations.receipt(matrix.name, form)
+
+
+def _largest(values: Tensor) -> float:
+    return values.abs().max().item() if values.numel() else 0.0
+
+
+def _require_scales(matrix: Matrix, packed: Packed) -> None:
+    """CheckpointError for values so large that a rank would refuse their scale."""
+    limit, scales = packed.form.largest_scale, whole_scales(packed)
+    if scales.numel() and not (largest := scales.max().item()) <= limit:
+        raise CheckpointError(
+            f"{matrix.header.file}: {matrix.name} holds a value that is too large for "
+            f"{packed.form.name}: its scale would be {largest:g}, {limit:g} is the limit; leave "
+            "the matrix in floats, or repair the checkpoint before it is quantised"
+        )
 
 
 def blank(matrix: Matrix, form: WeightFormat) -> dict[str, tuple[torch.dtype, tuple[int, ...]]]:
@@ -116,4 +135,5 @@ def _joined(parts: list[Packed]) -> Packed:
 
 
 def _sum(a: Tensor, b: Tensor) -> float:
-    return torch.dot(a.flatten(), b.flatten()).item()
+    """In double precision: in float32 the order of a machine's sum shows in the fourth digit."""
+    return torch.dot(a.flatten().double(), b.flatten().double()).item()

@@ -5,6 +5,7 @@ The header comes first and is known before any weight, so tensors may come in an
 
 from __future__ import annotations
 
+import contextlib
 import os
 from pathlib import Path
 from types import TracebackType
@@ -14,6 +15,7 @@ from torch import Tensor
 
 from deploy.quantize.shards import DISK_DTYPES, Shard
 from placement.errors import NrankError
+from placement.whole_file import SHARED, sync_folder, write_whole
 
 PART = ".part"  # ends the name of a file that isn't whole
 
@@ -35,11 +37,18 @@ class ShardFile:
             self._places[entry.name] = (at, entry.nbytes)
             at += entry.nbytes
         self._described = {entry.name: (entry.dtype, entry.shape) for entry in shard.entries}
+        flags = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC
         try:
-            self._handle = os.open(self._part, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+            for stale in (self.path, self._part):  # of a run that was killed; their room is needed
+                stale.unlink(missing_ok=True)
+            self._handle = os.open(self._part, flags, SHARED)
         except OSError as error:
             raise unwritable(self.path, error) from error
-        self._put(0, header)
+        try:
+            self._put(0, header)
+        except OutputError:
+            self._close()
+            raise
 
     def __enter__(self) -> ShardFile:
         return self
@@ -52,7 +61,12 @@ class ShardFile:
             if kind is None:
                 self._finish()
         finally:
+            self._close()
+
+    def _close(self) -> None:
+        with contextlib.suppress(OSError):  # the first error is the one to tell
             os.close(self._handle)
+        with contextlib.suppress(OSError):
             self._part.unlink(missing_ok=True)
 
     def _finish(self) -> None:
@@ -86,18 +100,11 @@ class ShardFile:
             raise unwritable(self.path, error) from error
 
 
-def write_text(path: Path, text: str) -> None:
+def write_file(path: Path, content: str | bytes) -> None:
     """A small file, whole and on the disk when this returns."""
-    part = path.with_name(path.name + PART)
     try:
-        with part.open("w", encoding="utf-8") as file:
-            file.write(text)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(part, path)
-        sync_folder(path.parent)
+        write_whole(path, content)
     except OSError as error:
-        part.unlink(missing_ok=True)
         raise unwritable(path, error) from error
 
 
@@ -106,11 +113,3 @@ def unwritable(path: Path, error: OSError) -> OutputError:
         f"{path} can't be written: {error.strerror}; make room and give the same command again, "
         "files that are whole are kept"
     )
-
-
-def sync_folder(folder: Path) -> None:
-    handle = os.open(folder, os.O_RDONLY)
-    try:
-        os.fsync(handle)
-    finally:
-        os.close(handle)

@@ -23,7 +23,7 @@ TORCH_DTYPES = {
     "F8_E4M3": torch.float8_e4m3fn, "I8": torch.int8, "U8": torch.uint8,
     "I32": torch.int32, "I64": torch.int64,
 }  # fmt: skip
-FLOATS = ("F32", "BF16", "F16")
+FLOATS = ("F32", "BF16", "F16", "F8_E4M3")
 CHUNK_BYTES = 4 << 20  # of bytes that are copied
 
 
@@ -90,7 +90,8 @@ class Source:
         for at in range(0, header.nbytes, CHUNK_BYTES):
             size = min(CHUNK_BYTES, header.nbytes - at)
             raw = self.read(header, header.offset + at, size, name)
-            if header.dtype in FLOATS and not torch.isfinite(_typed(raw, header.dtype)).all():
+            values = _typed(raw, header.dtype) if header.dtype in FLOATS else None
+            if values is not None and not torch.isfinite(values.float()).all():
                 raise not_finite(header.file, name)
             yield at, raw
 

@@ -35,11 +35,15 @@ class Writer(StrEnum):
     CODES = "codes"  # `_codes` and `_scale`, 32 x 32 blocks
 
 
-def quantise(values: Tensor, form: WeightFormat, scale_dtype: torch.dtype | None = None) -> Packed:
+def quantise(
+    values: Tensor, form: WeightFormat, scale_dtype: torch.dtype | None = None,
+    largest: float | None = None,
+) -> Packed:  # fmt: skip
     """Packed matrices of `values` [..., N, K] in any float type.
 
-    `scale_dtype` None: fp32 or fp16 by the width that `form` says. ValueError for values that
-    aren't finite, and for K that isn't whole groups of a format below 8 bits.
+    `scale_dtype` None: fp32 or fp16 by the width that `form` says. `largest`: size of the largest
+    value of the matrix that `values` are rows of, where one scale stands for all of it. ValueError
+    for values that aren't finite, and for K that isn't whole groups of a format below 8 bits.
     """
     if not torch.isfinite(values).all():
         raise ValueError("values to quantise aren't finite")
@@ -49,7 +53,7 @@ def quantise(values: Tensor, form: WeightFormat, scale_dtype: torch.dtype | None
         return _bank([quantise(one, form, scale_dtype) for one in values])
     values = values.float()
     low, high = _block_ranges(values, form)
-    scale, zero, whole = _scales(low, high, form, scale_dtype or _scale_dtype(form))
+    scale, zero, whole = _scales(low, high, form, scale_dtype or _scale_dtype(form), largest)
     blank = Packed(form, tuple(values.shape), torch.empty(0), scale, zero, whole)
     exact = values / spread(whole_scales(blank), blank)
     offset = 0 if zero is None else spread(zero.float(), blank)
@@ -96,14 +100,14 @@ def _scale_dtype(form: WeightFormat) -> torch.dtype:
 
 
 def _scales(
-    low: Tensor, high: Tensor, form: WeightFormat, dtype: torch.dtype
+    low: Tensor, high: Tensor, form: WeightFormat, dtype: torch.dtype, top: float | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     """Scale, zero point and whole scale for blocks of values between `low` and `high`."""
     largest = torch.maximum(high, -low)
     if form.code is Code.E4M3:
         return _rounded(largest / E4M3_MAX, dtype), None, None
     if form.code is Code.E2M1:
-        return _float4_scales(largest, form, dtype)
+        return _float4_scales(largest, form, dtype, top)
     least, most = -(1 << form.bits - 1), (1 << form.bits - 1) - 1
     if not form.zero_bytes:
         return _rounded(torch.maximum(high / most, low / least), dtype), None, None
@@ -113,13 +117,14 @@ def _scales(
 
 
 def _float4_scales(
-    largest: Tensor, form: WeightFormat, dtype: torch.dtype
+    largest: Tensor, form: WeightFormat, dtype: torch.dtype, top: float | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
     if not form.tensor_bytes:  # powers of two, rounded up so that nothing clips
         exponent = (largest / E2M1_MAX).log2().ceil().clamp(-126, 126)
         power = torch.where(largest > 0, exponent.exp2(), 1.0)
         return power.to(dtype), None, None
-    top = float(largest.max()) if largest.numel() else 0.0
+    if top is None:
+        top = float(largest.max()) if largest.numel() else 0.0
     whole = torch.tensor([top / (E2M1_MAX * E4M3_MAX) or 1.0])
     exact = torch.where(largest > 0, (largest / E2M1_MAX / whole).clamp_min(E4M3_LEAST), 1.0)
     return exact.clamp_max(E4M3_MAX).to(dtype), None, whole

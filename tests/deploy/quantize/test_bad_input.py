@@ -5,6 +5,7 @@ from __future__ import annotations
 import fcntl
 import json
 import os
+import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -15,11 +16,13 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from deploy.quantize.journal import JOURNAL
+from placement.errors import ConfigError
 from tests.deploy.quantize.conftest import Convert, convert_into
 from tests.golden.lowbit_checkpoint import Pair
 
 Refused = Callable[..., str]
 EXPERT = "model.layers.1.mlp.experts.5.up_proj.weight"
+TABLE = "model.layers.1.ple.ple_embedding.ngram_embedding.shard_0.weight"
 NARROW = ("--dense", "w4g128")  # the heads' columns are no whole groups
 
 
@@ -69,6 +72,21 @@ def test_a_missing_tensor_is_named(sources: Pair, refused: Refused, tmp_path: Pa
     assert not out.exists()
 
 
+def test_a_file_of_the_model_that_is_missing_is_named(
+    sources: Pair, refused: Refused, tmp_path: Path
+) -> None:
+    folder = tmp_path / "model"
+    shutil.copytree(sources.twin, folder)
+    (file,) = folder.glob("*.safetensors")
+    names = {name: "gone.safetensors" if name == EXPERT else file.name for name in load_file(file)}
+    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": names}))
+    out = tmp_path / "out"
+    said = refused("--model", str(folder), "--format", "w4g32", "--out", str(out))
+    assert "gone.safetensors: shard is missing" in said
+    assert EXPERT in said
+    assert not out.exists()
+
+
 @pytest.mark.parametrize("name", [EXPERT, "model.layers.1.mlp.gate.weight"])
 @pytest.mark.parametrize("bad", [float("nan"), float("inf")])
 def test_a_value_that_is_no_number_is_named(
@@ -86,6 +104,69 @@ def test_a_value_that_is_no_number_is_named(
     assert (out / JOURNAL).exists()
 
 
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [(EXPERT, "w4g32"), (EXPERT, "w4g32:0,f32:1-2"), (TABLE, "w4g32")],
+    ids=["packed", "left in floats", "copied"],
+)
+def test_an_fp8_code_that_is_no_number_is_named(
+    sources: Pair, refused: Refused, tmp_path: Path, name: str, rule: str
+) -> None:
+    (file,) = sources.packed.glob("*.safetensors")
+    tensor = load_file(file)[name]
+    tensor.view(torch.uint8)[1, 2] = 0x7F
+    folder, out = changed(sources.packed, tmp_path / "model", name, tensor), tmp_path / "out"
+    said = refused("--model", str(folder), "--format", rule, "--out", str(out))
+    assert f"{name} holds a value that is no finite number" in said
+    assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("rule", ["w4g32", "w4g32_asym", "w8_sym", "nvfp4", "mxfp4", "fp8", "w2"])
+def test_a_value_whose_scale_no_rank_would_load_is_named(
+    sources: Pair, refused: Refused, tmp_path: Path, rule: str
+) -> None:
+    (file,) = sources.twin.glob("*.safetensors")
+    tensor = load_file(file)[EXPERT]
+    tensor[3, 5] = -2e5
+    folder, out = changed(sources.twin, tmp_path / "model", EXPERT, tensor), tmp_path / "out"
+    said = refused("--model", str(folder), "--format", rule, "--out", str(out))
+    assert re.search(f"{EXPERT} holds a value that is too large for {rule}.*is the limit", said)
+    assert not (out / "config.json").exists()
+
+
+@pytest.mark.parametrize("kind", ["FIFO", "link to nowhere"])
+def test_an_output_that_is_no_folder_is_told(
+    sources: Pair, refused: Refused, tmp_path: Path, kind: str
+) -> None:
+    out = tmp_path / "out"
+    os.mkfifo(out) if kind == "FIFO" else out.symlink_to(tmp_path / "nowhere")
+    line = ("--model", str(sources.twin), "--format", "w4g32", "--out", str(out))
+    assert f"--out {out}: is no folder; choose another folder" in refused(*line)
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+@pytest.mark.timeout(60)
+@pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
+def test_a_journal_that_is_no_file_is_told(
+    sources: Pair, refused: Refused, tmp_path: Path, make: Callable[[Path], None]
+) -> None:
+    make(tmp_path / JOURNAL)
+    line = ("--model", str(sources.twin), "--format", "w4g32", "--out", str(tmp_path))
+    assert f"{JOURNAL} can't be read; remove" in refused(*line)
+
+
+@pytest.mark.parametrize("harm", ["removed", "cut"])
+def test_a_complete_output_that_lost_a_file_since_is_told(
+    sources: Pair, converted: Convert, tmp_path: Path, harm: str
+) -> None:
+    shutil.copytree(converted(sources.twin, "w4g32"), tmp_path / "out")
+    convert_into(tmp_path / "out", sources.twin, "w4g32")  # complete: nothing to do
+    file = min((tmp_path / "out").glob("*.safetensors"))
+    file.unlink() if harm == "removed" else os.truncate(file, 100)
+    with pytest.raises(ConfigError, match=f"was complete, but {file.name} is missing or of an"):
+        convert_into(tmp_path / "out", sources.twin, "w4g32")
+
+
 def test_a_folder_of_something_else_is_left_alone(
     sources: Pair, converted: Convert, refused: Refused, tmp_path: Path
 ) -> None:
@@ -93,7 +174,7 @@ def test_a_folder_of_something_else_is_left_alone(
     line = ("--model", str(sources.twin), "--format", "w4g32", "--out")
     assert "holds other files (notes.txt)" in refused(*line, str(tmp_path))
     assert [path.name for path in tmp_path.iterdir()] == ["notes.txt"]
-    assert "is a file; choose another" in refused(*line, str(tmp_path / "notes.txt"))
+    assert "is no folder; choose another" in refused(*line, str(tmp_path / "notes.txt"))
     assert "is the model itself" in refused(*line, str(sources.twin))
     other = converted(sources.twin, "w8_sym")
     said = refused(*line, str(other))
@@ -139,9 +220,27 @@ def test_a_disk_that_fills_up_leaves_what_can_be_gone_on_with(
     line = ("--model", str(sources.twin), "--format", "w4g32", "--out", str(out))
     said = refused(*line, code=1)
     assert "No space left on device; make room and give the same command again" in said
+    assert (out / JOURNAL).exists()
     assert not [path.name for path in out.iterdir() if path.name.endswith(".part")]
     monkeypatch.undo()
     convert_into(tmp_path / "again", sources.twin, "w4g32")
+
+
+def test_a_disk_that_turns_read_only_is_told_in_one_line(
+    sources: Pair, refused: Refused, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing can be removed there either: what could not be written is the error to tell."""
+
+    def fails(*arguments: object, **options: object) -> int:
+        raise OSError(30, "Read-only file system")
+
+    monkeypatch.setattr(os, "pwrite", fails)
+    real = Path.unlink
+    monkeypatch.setattr(
+        Path, "unlink", lambda path, **options: fails() if path.exists() else real(path, **options)
+    )
+    line = ("--model", str(sources.twin), "--format", "w4g32", "--out", str(tmp_path / "out"))
+    assert "can't be written: Read-only file system; make room" in refused(*line, code=1)
 
 
 def test_weights_that_are_packed_already_are_refused(

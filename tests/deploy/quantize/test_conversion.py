@@ -5,12 +5,14 @@ from __future__ import annotations
 import json
 import os
 import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from safetensors import safe_open
+from safetensors.torch import save_file
 
 from deploy.bench.sides import make_sides
 from deploy.cli import main
@@ -19,12 +21,15 @@ from deploy.quantize.config_file import patterns
 from deploy.quantize.conversion import Calibration, Conversion
 from deploy.quantize.growth import check_growth
 from deploy.quantize.journal import JOURNAL, RECEIPTS
-from deploy.quantize.recipe import Recipe
+from deploy.quantize.packing import pack_matrix
+from deploy.quantize.recipe import Recipe, writer_of
+from deploy.quantize.shard_file import ShardFile
 from deploy.quantize.shards import Copy, Entry, Shard
+from deploy.quantize.source import Matrix, Source
 from ops.lowbit.pack import Writer, quantise, stored
 from ops.lowbit.packed import dequantised
 from placement import formats
-from placement.headers import TensorHeader, read_headers
+from placement.headers import TensorHeader, read_file_headers, read_headers
 from placement.models.registry import load_model_spec
 from tests.deploy.quantize.conftest import LAYERS, Convert, convert_into, files_of
 from tests.golden.lowbit_checkpoint import Pair
@@ -212,6 +217,75 @@ def test_whole_files_are_not_made_again_and_a_torn_line_is_forgotten(
     after = stop_before_the_rest()
     assert {name for name in before if before[name] != after[name]} == {lost}
     assert stop_before_the_rest() == after, "the line of the file that was made again is whole"
+
+
+def test_what_a_killed_run_left_of_small_files_is_cleared(
+    sources: Pair, converted: Convert, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The journal's own beginning is no other file; the rest goes when the run goes on."""
+    expected, out = files_of(converted(sources.twin, "w4g32")), tmp_path / "model"
+    out.mkdir()
+    (out / f".{JOURNAL}.0123abcd.part").write_text('{"as')
+    work = Conversion(str(sources.twin), out, Recipe.parse("w4g32", None))
+    monkeypatch.setattr(work, "_write_rest", lambda: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        work.run(None, lambda *_: None)
+    assert not list(out.glob(".*"))
+    for name in ("config.json", "model.safetensors.index.json"):
+        (out / f".{name}.89abcdef.part").write_text("{")
+    convert_into(out, sources.twin, "w4g32")
+    assert files_of(out) == expected
+
+
+def test_a_file_that_is_made_again_gives_its_room_back_first(tmp_path: Path) -> None:
+    """As large, but not in the journal: the run was killed between the two."""
+    header = TensorHeader("file", "I8", (3,), 0, 3)
+    shard = Shard("out", "0", (Copy("0", "dense", "a", header, (Entry("a", "I8", (3,)),)),))
+    for name in ("out", "out.part"):
+        (tmp_path / name).write_bytes(b"old")
+    with ShardFile(tmp_path, shard) as file:
+        assert not (tmp_path / "out").exists()
+        file.write("a", torch.ones(3, dtype=torch.int8))
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+
+
+def test_files_beside_the_weights_go_along_byte_for_byte(sources: Pair, tmp_path: Path) -> None:
+    """A SentencePiece model is no text."""
+    shutil.copytree(sources.twin, tmp_path / "model")
+    (tmp_path / "model" / "tokenizer.model").write_bytes(b"\x0a\xff\xfe\x00\r\n")
+    (tmp_path / "model" / "merges.txt").write_bytes(b"a b\r\nc d\r\n")
+    convert_into(tmp_path / "out", tmp_path / "model", "w4g32")
+    for name in ("tokenizer.model", "merges.txt"):
+        assert (tmp_path / "out" / name).read_bytes() == (tmp_path / "model" / name).read_bytes()
+
+
+@pytest.mark.parametrize("form", [formats.NVFP4, formats.W4G32, formats.FP8_BLOCK128])
+def test_a_large_matrix_is_packed_in_bands_to_what_it_is_as_a_whole(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, form: formats.WeightFormat
+) -> None:
+    """Also where one scale stands for all of it: the largest value is in the last band."""
+    values = torch.randn(300, 128, generator=torch.Generator().manual_seed(3))
+    values[299, 7] = 9.0
+    save_file({"m.weight": values}, tmp_path / "m.safetensors")
+    headers, _ = read_file_headers(str(tmp_path / "m.safetensors"))
+    header = headers["m.weight"]
+    read = list[int]()
+    real = Source.rows
+
+    def rows(source: Source, matrix: Matrix, first: int, stop: int) -> torch.Tensor:
+        read.append(stop - first)
+        return real(source, matrix, first, stop)
+
+    monkeypatch.setattr(Source, "rows", rows)
+    monkeypatch.setattr("deploy.quantize.packing.BAND_BYTES", 1)
+    with Source() as source:
+        matrix = Matrix("m.weight", (300, 128), header, header.offset)
+        made, _ = pack_matrix(source, matrix, form)
+    whole = stored("m", quantise(values, form), writer_of(form))
+    assert made.keys() == whole.keys()
+    for name, tensor in whole.items():
+        assert torch.equal(made[name].view(-1).view(torch.uint8), tensor.view(-1).view(torch.uint8))
+    assert max(read) == 128
 
 
 def test_a_residual_that_grows_is_flagged_with_layer_and_expert(
