@@ -1,25 +1,28 @@
 """Bytes of one rank by purpose, as the engine allocates them. Needs no device and no weight.
 
 Rows are fixed bytes plus what each page (K, V, index keys) and each sequence (recurrent state,
-windows) adds. Physical bytes of a tensor are `placement.physical`'s.
+windows) adds. `placement.ledger_weights` has the weights, `placement.ledger_state` the tensors
+beside them one by one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
+from collections import Counter
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from enum import StrEnum
 
 from placement.config import EngineConfig, RankShare
-from placement.partition import local_shape
-from placement.physical import DTYPE_BYTES, FLOAT32_BYTES, TensorBytes, tensor_bytes
+from placement.ledger_state import Blocks, ngram_bytes, state_blocks, table_blocks
+from placement.ledger_weights import PADDING
+from placement.physical import DTYPE_BYTES, FLOAT32_BYTES, tensor_bytes
 from placement.spec import Axis, Component, DenseSpec, LayerSpec, ModelSpec, TensorSpec, Units
 from placement.topology import HOST_PROFILE, ChipProfile
 
 ROWS = (
     "routed_experts", "shared_experts", "dense", "embedding", "ngram_table", "scales",
     "kv_pages", "index_pages", "recurrent_slots", "conv_state", "mtp_weights", "mtp_state",
-    "graph", "collective", "workspace", "reserve",
+    "tables", PADDING, "graph", "collective", "workspace", "reserve",
 )  # fmt: skip
 WEIGHT_ROWS = tuple(component.value for component in Component)
 PAGE_ROWS = ("kv_pages", "index_pages", "mtp_state")
@@ -44,23 +47,31 @@ class LedgerOptions:
 
 @dataclass(frozen=True)
 class RankLedger:
-    """`fixed` bytes, and what one `page` and one sequence (`slot`) add to their rows."""
+    """`fixed` bytes, and what one `page` and one sequence (`slot`) add to their rows.
+
+    `blocks` are the tensors beside the weights; what the allocator adds to them is padding.
+    """
 
     fixed: Mapping[str, int]
     page: Mapping[str, int]
-    slot: Mapping[str, int] = field(default_factory=dict)
+    slot: Mapping[str, int]
+    blocks: Blocks
 
     def rows(self, num_pages: int, sequences: int) -> dict[str, int]:
         """All ledger rows in their order, 0 where nothing is."""
-        return {
+        rows = {
             row: self.fixed.get(row, 0)
             + self.page.get(row, 0) * num_pages
             + self.slot.get(row, 0) * sequences
             for row in ROWS
         }
+        rows[PADDING] += self.blocks.padding(num_pages, sequences)
+        return rows
 
     def bytes_without_pages(self, sequences: int) -> int:
-        return sum(self.fixed.values()) + sum(self.slot.values()) * sequences
+        """At most: the padding of pages depends on how many there are."""
+        fixed = sum(self.fixed.values()) + sum(self.slot.values()) * sequences
+        return fixed + self.blocks.padding_at_most(sequences)
 
     @property
     def page_bytes(self) -> int:
@@ -82,44 +93,6 @@ def rank_units(share: RankShare) -> Units:
     return units
 
 
-def weight_rows(
-    tensors: Iterable[TensorSpec],
-    share: RankShare,
-    item_bytes: int,
-    profile: ChipProfile,
-    table: TablePlace = TablePlace.DEVICE,
-) -> dict[str, int]:
-    """Ledger row -> physical bytes of the rank's parts; scales in a row of their own.
-
-    Scales of the draft head stay in its row.
-    """
-    rows: dict[str, int] = {}
-    known: dict[Hashable, TensorBytes] = {}  # layers are alike: each kind is measured once
-    for tensor in tensors:
-        if tensor.component is Component.NGRAM_TABLE and table is not TablePlace.DEVICE:
-            continue
-        kind = _kind(tensor, share)
-        if kind not in known:
-            known[kind] = tensor_bytes(tensor, local_shape(tensor, share), item_bytes, profile)
-        size, row = known[kind], tensor.component
-        scale_row = row if row is Component.MTP else Component.SCALES
-        _add(rows, row.value, size.payload)
-        if size.scales:
-            _add(rows, scale_row.value, size.scales)
-    return rows
-
-
-def _kind(tensor: TensorSpec, share: RankShare) -> Hashable:
-    """Equal for tensors whose parts take equal bytes on the rank."""
-    layer = tensor.expert_layer
-    experts = len(share.experts[layer]) if layer >= 0 else -1
-    name = tensor.role.rpartition(".")[2]
-    return (
-        name, tensor.shape, tensor.split, tensor.component, tensor.dtype, tensor.format,
-        tensor.stacked, experts,
-    )  # fmt: skip
-
-
 def loaded_tensors(config: EngineConfig, spec: ModelSpec) -> tuple[TensorSpec, ...]:
     return spec.tensors + (spec.draft_tensors if config.mtp else ())
 
@@ -135,12 +108,14 @@ def rank_ledger(
     share: RankShare,
     weights: Mapping[str, int],
     profile: ChipProfile,
-    options: LedgerOptions = LedgerOptions(),
+    options: LedgerOptions,
+    turns: Sequence[int],
     prefix_states: int = 0,
 ) -> RankLedger:
     """The ledger of one rank before the numbers of pages and sequences are known.
 
-    `weights` are its `weight_rows`; `prefix_states` are kept beside those of the sequences.
+    `weights` are its `weight_rows`, `turns` those of `table_blocks`; `prefix_states` are kept
+    beside those of the sequences.
     """
     fixed, page, slot = dict(weights), dict[str, int](), dict[str, int]()
     units, item = rank_units(share), DTYPE_BYTES[config.dtype]
@@ -158,7 +133,11 @@ def rank_ledger(
     fixed["graph"] = profile.graph_bytes + profile.graph_draft_bytes * config.mtp
     fixed["workspace"], slot["workspace"] = workspace_bytes(config, spec, share, options)
     fixed["reserve"] = profile.reserve_bytes
-    return RankLedger(fixed, page, slot)
+    tables = Counter(table_blocks(config, spec, units, turns))
+    fixed["tables"] = sum(block.fixed * count for block, count in tables.items())
+    slot["tables"] = sum(block.slot * count for block, count in tables.items())
+    states = Counter(state_blocks(config, spec, units, prefix_states))
+    return RankLedger(fixed, page, slot, Blocks(tables + states, profile))
 
 
 def state_bytes(config: EngineConfig, spec: ModelSpec, share: RankShare) -> int:
@@ -175,9 +154,7 @@ def _add(rows: dict[str, int], row: str, nbytes: int) -> None:
 def _layer_slot(layer: LayerSpec, spec: ModelSpec, units: Units, item: int) -> dict[str, int]:
     """What one state of one sequence takes in a layer, by ledger row."""
     size = layer.mixer.slot_bytes(units, item)
-    conv = size.conv
-    if layer.ngram is not None:
-        conv += layer.ngram.slot_bytes(spec.residual.num_streams * spec.hidden, item)
+    conv = size.conv + sum(ngram_bytes(layer, spec, item))
     return {"recurrent_slots": size.recurrent, "conv_state": conv, "index_pages": size.index}
 
 

@@ -32,47 +32,55 @@ class TensorBytes:
 def tensor_bytes(
     tensor: TensorSpec, local_shape: tuple[int, ...], item_bytes: int, profile: ChipProfile
 ) -> TensorBytes:
-    """Physical bytes of a part of `tensor`; `item_bytes` is the width of the run's weight dtype.
+    """Bytes of a part of `tensor` alone in a chip's tiles; `item_bytes` is the run's weight width.
 
-    A low-bit format keeps its packing. A plain one is held in the run's dtype like a tensor
+    A low-bit format keeps its packing; a plain one is held in the run's dtype like a tensor
     without a format.
     """
     if not prod(local_shape):
         return TensorBytes(0, 0)
-    form = tensor.format
-    if form is None or form.is_plain:
-        width = _item_bytes(tensor.dtype, item_bytes)
-        padded = _padded(tensor, local_shape, width, profile)
-        return TensorBytes(rounded(prod(padded) * width, profile), 0)
-    padded = _padded(tensor, local_shape, form.bits / 8, profile)
-    scales = tensor.scale_bytes(local_shape)
-    payload = rounded(tensor.payload_bytes(padded), profile)
-    return TensorBytes(payload, rounded(scales, profile))
+    if not is_packed(tensor):
+        width = value_bytes(tensor, item_bytes)
+        return TensorBytes(prod(tiled_shape(tensor, local_shape, width, profile)) * width, 0)
+    assert tensor.format is not None
+    tiled = tiled_shape(tensor, local_shape, tensor.format.bits / 8, profile)
+    return TensorBytes(tensor.payload_bytes(tiled), tensor.scale_bytes(local_shape))
 
 
 def rounded(nbytes: int, profile: ChipProfile) -> int:
     """Up to whole units of the allocator."""
-    unit = profile.allocation_bytes
-    return -(-nbytes // unit) * unit
+    return _up(nbytes, profile.allocation_bytes)
+
+
+def block_bytes(nbytes: int, profile: ChipProfile) -> int:
+    """What the allocator takes for a tensor: it adds a few bytes of its own and rounds up."""
+    return rounded(nbytes + profile.allocation_extra_bytes, profile) if nbytes else 0
 
 
 def is_lookup(tensor: TensorSpec) -> bool:
     return tensor.role.endswith(LOOKUP_ROLES)
 
 
-def _item_bytes(rule: DTypeRule, item_bytes: int) -> int:
-    if rule is DTypeRule.INT64:
+def is_packed(tensor: TensorSpec) -> bool:
+    """True where codes and scales stand for the values."""
+    return tensor.format is not None and not tensor.format.is_plain
+
+
+def value_bytes(tensor: TensorSpec, item_bytes: int) -> int:
+    """Width of one value of a tensor that is not packed."""
+    if tensor.dtype is DTypeRule.INT64:
         return INT64_BYTES
-    return FLOAT32_BYTES if rule is DTypeRule.FLOAT32 else item_bytes
+    return FLOAT32_BYTES if tensor.dtype is DTypeRule.FLOAT32 else item_bytes
 
 
-def _padded(
+def tiled_shape(
     tensor: TensorSpec, shape: tuple[int, ...], width: float, profile: ChipProfile
 ) -> tuple[int, ...]:
     """The last two sizes at whole tiles (FRACTAL_NZ): 100 x 200 in fp16 takes 112 x 208.
 
-    Only operands of matrix products lie in tiles. Ascend refuses the layout for a size of 1, and
-    types of 4 bytes or below 1 byte stay in rows.
+    `shape` may be that of several matrices in one, `tensor` is any of them, and `width` the bytes
+    of a value. Only operands of matrix products lie in tiles. Ascend refuses the layout for a size
+    of 1, and types of 4 bytes or below 1 byte stay in rows.
     """
     if not (profile.fractal_layout and tensor.dtype is DTypeRule.WEIGHT and width in (1, 2)):
         return shape

@@ -223,7 +223,7 @@ def size_gang(
     sizing = sizing_of(chosen)
     if options.ownership.replicas_bytes:
         sizes = expert_bytes(config, spec, chips.profile)
-        free = sizing.free_bytes(config)
+        free = sizing.free_for_copies(config)
         chosen = with_replicas(chosen, options.ownership, sizes, free, spec)
         sizing = sizing_of(chosen)
     return chosen, sizing

@@ -49,9 +49,18 @@ def _row_reasons(question: Question, plan: Plan, profile: ChipProfile) -> dict[s
         "collective": f"{buffers} for one communicator"
         if profile.collective_bytes
         else "shared memory of the host's collectives",
+        "tables": "page tables, owners and counts of experts, settings of the sampler",
+        "padding": _padding_reason(profile),
         "workspace": f"live values of a step of {config.step_tokens} tokens, and logits",
         "reserve": "left to the runtime, its context and fragmentation",
     }
+
+
+def _padding_reason(profile: ChipProfile) -> str:
+    unit, extra = profile.allocation_bytes, profile.allocation_extra_bytes
+    tiles = "matrices at whole tiles of 16 x 32 bytes, and " if profile.fractal_layout else ""
+    more = f" of {extra} bytes more than asked for" if extra else ""
+    return f"{tiles}each tensor in units of {unit} bytes{more}"
 
 
 def _expert_reason(question: Question, profile: ChipProfile) -> str:

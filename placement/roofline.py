@@ -14,7 +14,7 @@ from math import comb
 from placement.config import EngineConfig, RankShare
 from placement.ledger import rank_units
 from placement.partition import local_shape
-from placement.physical import DTYPE_BYTES, is_lookup, tensor_bytes
+from placement.physical import DTYPE_BYTES, is_lookup, rounded, tensor_bytes
 from placement.spec import Axis, Component, LayerSpec, ModelSpec, MoeSpec, TensorSpec
 from placement.topology import ChipProfile
 
@@ -205,13 +205,14 @@ def _routed_bytes(
 
 
 def expert_bytes(config: EngineConfig, spec: ModelSpec, profile: ChipProfile) -> list[int]:
-    """Physical bytes of one expert with its scales, a layer, draft layers last."""
+    """What one expert with its scales adds to a rank at most, a layer, draft layers last."""
     sizes = [0] * (len(spec.layers) + len(spec.draft_layers))
     item = DTYPE_BYTES[config.dtype]
     for tensor in (*spec.tensors, *spec.draft_tensors):
         if tensor.expert_layer >= 0 and _is_expert_bank(tensor):
             size = tensor_bytes(tensor, (1, *tensor.shape[1:]), item, profile)
-            sizes[tensor.expert_layer] += size.payload + size.scales
+            added = rounded(size.payload, profile) + rounded(size.scales, profile)
+            sizes[tensor.expert_layer] += added
     return sizes
 
 

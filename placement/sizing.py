@@ -6,6 +6,7 @@ identity of a plan and no text.
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -13,21 +14,22 @@ from placement.config import EngineConfig, RankShare
 from placement.ledger import (
     LedgerOptions,
     RankLedger,
+    TablePlace,
     loaded_tensors,
     rank_ledger,
     state_bytes,
-    weight_rows,
 )
+from placement.ledger_weights import PADDING, weight_rows
 from placement.physical import DTYPE_BYTES
-from placement.spec import ModelSpec
+from placement.spec import Component, ModelSpec
 from placement.topology import ChipProfile
 
 # In this order rows are charged when a rank is full, so that the row named is the one that
 # a reader can do something about: the elastic pools come last.
 CHARGE_ORDER = (
     "reserve", "collective", "graph", "dense", "shared_experts", "embedding", "scales",
-    "routed_experts", "ngram_table", "mtp_weights", "workspace", "recurrent_slots", "conv_state",
-    "mtp_state", "index_pages", "kv_pages",
+    "routed_experts", "ngram_table", "mtp_weights", PADDING, "tables", "workspace",
+    "recurrent_slots", "conv_state", "mtp_state", "index_pages", "kv_pages",
 )  # fmt: skip
 
 
@@ -59,7 +61,10 @@ class PrefixStates:
 
 @dataclass(frozen=True)
 class Sizing:
-    """A gang's shares and weights; `weights` and `usable_bytes` have one entry a rank."""
+    """A gang's shares and weights; `weights` and `usable_bytes` have one entry a rank.
+
+    `turns`: on how many ranks an expert of each layer is at most, draft layers last.
+    """
 
     spec: ModelSpec
     shares: tuple[RankShare, ...]
@@ -67,6 +72,7 @@ class Sizing:
     usable_bytes: tuple[int, ...]
     profile: ChipProfile
     options: LedgerOptions
+    turns: tuple[int, ...]
 
     def prefix_states(self, config: EngineConfig) -> PrefixStates:
         """As many on every rank as the byte budgets hold on the rank whose states are largest."""
@@ -84,7 +90,9 @@ class Sizing:
     def ledgers(self, config: EngineConfig) -> list[RankLedger]:
         states = self.prefix_states(config).device
         return [
-            rank_ledger(config, self.spec, share, weights, self.profile, self.options, states)
+            rank_ledger(
+                config, self.spec, share, weights, self.profile, self.options, self.turns, states
+            )
             for share, weights in zip(self.shares, self.weights, strict=True)
         ]
 
@@ -118,6 +126,14 @@ class Sizing:
             usable - sum(one.values()) for usable, one in zip(self.usable_bytes, rows, strict=True)
         ]
 
+    def free_for_copies(self, config: EngineConfig) -> list[int]:
+        """The same where any expert may be on every rank: all ranks' tables of who computes it are
+        longer then, and a rank without room for its own leaves no copies to the others.
+        """
+        widest = tuple(len(self.shares) if turns else 0 for turns in self.turns)
+        free = replace(self, turns=widest).free_bytes(config)
+        return free if min(free) >= 0 else [0] * len(free)
+
     def fits(self, config: EngineConfig) -> bool:
         return min(self.free_bytes(config)) >= 0
 
@@ -142,11 +158,19 @@ def make_sizing(
     options: LedgerOptions,
 ) -> Sizing:
     item = DTYPE_BYTES[config.dtype]
-    tensors = loaded_tensors(config, spec)
-    weights = tuple(
-        weight_rows(tensors, share, item, profile, options.ngram_table) for share in shares
-    )
-    return Sizing(spec, shares, weights, tuple(usable_bytes), profile, options)
+    tensors = [
+        tensor
+        for tensor in loaded_tensors(config, spec)
+        if tensor.component is not Component.NGRAM_TABLE or options.ngram_table is TablePlace.DEVICE
+    ]
+    weights = tuple(weight_rows(tensors, share, item, profile) for share in shares)
+    return Sizing(spec, shares, weights, tuple(usable_bytes), profile, options, _turns(shares))
+
+
+def _turns(shares: Sequence[RankShare]) -> tuple[int, ...]:
+    layers = zip(*(share.experts for share in shares), strict=True)
+    counts = (Counter(expert for owned in layer for expert in owned) for layer in layers)
+    return tuple(max(count.values(), default=0) for count in counts)
 
 
 def shortfall(rows: Sequence[dict[str, int]], usable_bytes: Sequence[int]) -> Shortfall | None:

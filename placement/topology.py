@@ -35,6 +35,7 @@ class ChipProfile:
     collective_latency_s: float = 20e-6  # of a small all-reduce
     latency_source: str = "20 us a small all-reduce, a guess of ours"
     allocation_bytes: int = 1  # the allocator's unit
+    allocation_extra_bytes: int = 0  # that it adds to each tensor before it rounds up
     fractal_layout: bool = False  # weights of matrix products lie in 16 x 32-byte tiles
     graph_bytes: int = 0  # captured decode graphs
     graph_draft_bytes: int = 0  # what each draft token of a step adds to them
@@ -68,13 +69,15 @@ PROFILES: Mapping[str, ChipProfile] = {
             fp16_flops=70e12,
             reserve_bytes=2 * GIB,
             source="npu-smi totals of an Atlas 300I Duo with ECC off; 204 GB/s and 70 TFLOPS fp16 "
-            "a chip (Huawei); 512 B allocations, FRACTAL_NZ weights (torch_npu)",
+            "a chip (Huawei); allocations of 32 B more in units of 512 B, FRACTAL_NZ weights "
+            "(torch_npu)",
             collective_buffer_bytes=200 * MIB,  # HCCL_BUFFSIZE
             collective_buffers=2,
             collective_latency_s=63e-6,
             latency_source="63 us a small all-reduce: reported transit share of a six-chip trace; "
             "waiting for the slowest rank, most of the time there, is not counted",
             allocation_bytes=512,
+            allocation_extra_bytes=32,
             fractal_layout=True,
             graph_bytes=256 * MIB,
             graph_draft_bytes=64 * MIB,

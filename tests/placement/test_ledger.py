@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from placement.config import EngineConfig
+from placement.config import EngineConfig, RankShare
 from placement.errors import ConfigError
 from placement.formats import FORMATS, W4G128, WeightFormat, parse_format
 from placement.headers import CheckpointHeaders
 from placement.ledger import LedgerOptions, TablePlace
+from placement.ledger_weights import weight_rows
 from placement.models.quantised import with_format
 from placement.partition import local_shape
 from placement.physical import TensorBytes, tensor_bytes
@@ -27,7 +28,7 @@ from placement.spec import (
     Split,
     TensorSpec,
 )
-from placement.topology import PROFILES
+from placement.topology import PROFILES, ChipProfile
 
 Loaded = tuple[ModelSpec, CheckpointHeaders]
 BASE = EngineConfig(
@@ -62,7 +63,7 @@ def test_fp16_matrices_lie_in_tiles_on_the_chip() -> None:
 def test_int8_rows_go_to_32_values() -> None:
     int8 = WeightFormat("int8", 8, scale_bytes=4)
     found = size(matrix((100, 200), format=int8))
-    assert found == TensorBytes(112 * 224, 512)  # 25,088 is a multiple of 512; 400 B of scales
+    assert found == TensorBytes(112 * 224, 400)
     assert size(matrix((100, 200), format=int8), profile=CPU) == TensorBytes(20000, 400)
 
 
@@ -80,7 +81,7 @@ def test_int8_rows_go_to_32_values() -> None:
 )
 def test_what_is_no_fp16_matrix_product_keeps_its_shape(tensor: TensorSpec) -> None:
     width = 4 if tensor.dtype is DTypeRule.FLOAT32 else 2
-    assert size(tensor).payload == -(-prod(tensor.shape) * width // 512) * 512
+    assert size(tensor).payload == prod(tensor.shape) * width
 
 
 def test_expert_banks_are_padded_expert_by_expert() -> None:
@@ -89,7 +90,55 @@ def test_expert_banks_are_padded_expert_by_expert() -> None:
 
 
 def test_float32_runs_have_no_tiles() -> None:
-    assert size(matrix((100, 200)), item=4).payload == -(-100 * 200 * 4 // 512) * 512
+    assert size(matrix((100, 200)), item=4).payload == 100 * 200 * 4
+
+
+def rows_of(*tensors: TensorSpec, profile: ChipProfile = NPU) -> dict[str, int]:
+    return weight_rows(tensors, RankShare(0, 1, {}, ()), 2, profile)
+
+
+def test_matrices_that_lie_in_one_are_padded_once() -> None:
+    """100 and 1 rows of 200 go to 112 of 208; alone they took 112 and 1."""
+    router, gate = (
+        matrix((rows, 200), role=f"layers.0.channel.{name}")
+        for name, rows in (("router", 100), ("shared_gate", 1))
+    )
+    one = rows_of(router, gate)
+    assert one == rows_of(gate, router)  # wherever they stand in a checkpoint
+    assert one["dense"] == 101 * 200 * 2
+    assert sum(one.values()) == 46592 + 512  # 112 x 208 and the 32 bytes of the allocator
+    apart = rows_of(router, replace(gate, role="layers.1.channel.shared_gate"))
+    assert sum(apart.values()) == 46592 + 512 + 512
+
+
+def test_each_tensor_takes_whole_units_of_the_allocator() -> None:
+    vector = matrix((240,), dtype=DTypeRule.FLOAT32)  # 960 bytes, and 32 more
+    assert rows_of(vector)["padding"] == 1024 - 960
+    assert rows_of(replace(vector, shape=(248,)))["padding"] == 1024 - 992
+    assert rows_of(replace(vector, shape=(249,)))["padding"] == 1536 - 996
+    assert rows_of(vector, profile=CPU)["padding"] == 0
+
+
+def test_codes_scales_and_zero_points_are_a_tensor_each() -> None:
+    form = FORMATS["w4g32_asym"]  # 100 rows of 8 blocks: 2 bytes of scale, 1 of zero point
+    found = rows_of(matrix((100, 256), format=form))
+    assert (found["dense"], found["scales"]) == (100 * 128, 800 * 3)
+    assert found["padding"] == 13312 - 12800 + (2048 - 1600) + (1024 - 800)
+    joined = [matrix((100, 256), format=form, role=f"layers.0.mixer.{name}") for name in "qk"]
+    assert rows_of(*joined)["padding"] == 26112 - 25600 + (3584 - 3200) + (2048 - 1600)
+
+
+@pytest.mark.parametrize("pages", [1, 2, 4])
+def test_the_pool_leaves_room_for_its_own_padding(tiny: Loaded, pages: int) -> None:
+    """A chip with room for so many pages, to the byte, gets at most one less."""
+    whole = planned(tiny[0], ranks=1, page_tokens=16, kv_pool_tokens=16 * pages, context_tokens=16)
+    plan = planned(
+        tiny[0], ranks=1, page_tokens=16, context_tokens=16, max_sequences=4,
+        usable_bytes=whole.ranks[0].planned_bytes,
+    )  # fmt: skip
+    assert plan.ranks[0].planned_bytes <= whole.ranks[0].planned_bytes
+    assert plan.fits
+    assert max(1, pages - 1) <= plan.num_pages <= pages
 
 
 def test_an_empty_part_takes_nothing() -> None:

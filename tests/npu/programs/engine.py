@@ -51,6 +51,8 @@ class Options:
     mtp: int = 0
     dtype: str = "float16"
     context_tokens: int = 512
+    prefix_cache: bool = False
+    memory_only: bool = False  # nothing after the load
 
 
 PAGE_TOKENS = 64
@@ -138,7 +140,7 @@ def main(index: int, port: int, options: Options) -> dict[str, Any]:
         model_dir=str(ROOT / "deploy" / "models" / "tiny-flash-next"), ranks=options.ranks,
         device="npu", dtype=options.dtype, context_tokens=options.context_tokens,
         max_sequences=4, chips=4, mtp=options.mtp, page_tokens=PAGE_TOKENS, start_timeout_s=60.0,
-        graphs=False,
+        graphs=False, prefix_cache=options.prefix_cache,
     )  # fmt: skip
     nothing_to_compare()
     rank = Rank(config, index, options.ranks)
@@ -155,17 +157,24 @@ def main(index: int, port: int, options: Options) -> dict[str, Any]:
     assert rank.runner is not None
     assert rank.plan is not None
     loaded = npu.memory_allocated() - before
-    result = {
+    told = {
         "soc": npu.get_device_name(npu.current_device()),
+        "config": asdict(config),
         "planned": dict(rank.plan.ranks[index].rows),
         "allocated": loaded,
-        **memory(),
+        **memory(rank),
         "ops": {one.op: one.implementation for one in rank.runner.model.ops.op_info()},
-        "prefill": run_step(rank, standin, prefill(options)),
     }
+    return told if options.memory_only else {**told, **all_steps(rank, standin, options)}
+
+
+def all_steps(rank: Rank, standin: Standin, options: Options) -> dict[str, Any]:
+    """What a prefill, decode steps, steps with faults and steps by graphs cost."""
+    first = run_step(rank, standin, prefill(options))
     steps = [run_step(rank, standin, decode(options, step)) for step in range(options.steps)]
     faults = with_faults(rank, standin, options)
-    return {**result, "steps": steps, "faults": faults, **with_graphs(rank, standin, options)}
+    graphs = with_graphs(rank, standin, options)
+    return {"prefill": first, "steps": steps, "faults": faults, **graphs}
 
 
 def with_graphs(rank: Rank, standin: Standin, options: Options) -> dict[str, Any]:
@@ -199,16 +208,49 @@ def with_graphs(rank: Rank, standin: Standin, options: Options) -> dict[str, Any
     return {**told, "graph_steps": graph_steps, "captures_of_three": captures}
 
 
-def memory() -> dict[str, Any]:
-    """Bytes of every storage on the chip, and shape and bytes of those that lie in tiles."""
-    storages, tiles = {}, []
-    for one in gc.get_objects():
-        if type(one) is torch.Tensor and one.device.type == "npu":
-            held = one.untyped_storage()
-            if held.data_ptr() not in storages and torch_npu.get_npu_format(one) == FRACTAL_NZ:
-                tiles.append([list(one.shape), held.nbytes()])
-            storages[held.data_ptr()] = held.nbytes()
-    return {"storages": list(storages.values()), "tiles": tiles}
+def memory(rank: Rank) -> dict[str, Any]:
+    """Bytes of every storage on the chip, by who holds it; shape and bytes of those in tiles.
+
+    `held` are the runner's, `buffers` those of collectives; `constants` are nobody's of a rank:
+    vectors of ones that operators keep.
+    """
+    tensors = [
+        one for one in gc.get_objects() if type(one) is torch.Tensor and one.device.type == "npu"
+    ]
+    storages = {one.untyped_storage().data_ptr(): one.untyped_storage().nbytes() for one in tensors}
+    buffers = pointers(rank.comm)
+    held = pointers(rank.runner) - buffers
+    tiles = {
+        one.untyped_storage().data_ptr(): [list(one.shape), one.untyped_storage().nbytes()]
+        for one in tensors
+        if torch_npu.get_npu_format(one) == FRACTAL_NZ
+    }
+    return {
+        "held": [size for at, size in storages.items() if size and at in held],
+        "buffers": [size for at, size in storages.items() if size and at in buffers],
+        "constants": [size for at, size in storages.items() if size and at not in held | buffers],
+        "tiles": list(tiles.values()),
+    }
+
+
+def pointers(root: Any) -> set[int]:
+    """Storages of the chip that an object holds, itself or through others."""
+    found, seen, left = set[int](), set[int](), [root]
+    while left:
+        one = left.pop()
+        if id(one) in seen or isinstance(one, type):
+            continue
+        seen.add(id(one))
+        if isinstance(one, torch.Tensor):
+            if one.device.type == "npu":
+                found.add(one.untyped_storage().data_ptr())
+        elif isinstance(one, dict):
+            left += one.values()
+        elif isinstance(one, list | tuple):
+            left += one
+        else:
+            left += getattr(one, "__dict__", {}).values()
+    return found
 
 
 def nothing_to_compare() -> None:
