@@ -16,13 +16,14 @@ import torch
 from torch import Tensor
 
 from placement.config import EngineConfig
-from placement.errors import ConfigError
+from placement.errors import ConfigError, RankError
 from rank_worker.time_limit import TimeLimit
 
 if TYPE_CHECKING:
     from torch._C._distributed_c10d import TCPStore
 
 DEVICE_LIBRARIES = {"cuda": "nccl", "npu": "hccl"}
+REDUCE, GATHER, BARRIER = 1, 2, 3  # what a collective is, in the low bits of its word
 TOTAL_STORE_ORDER_MACHINES = ("x86_64", "AMD64")  # the shared-memory flags need it
 
 
@@ -62,6 +63,13 @@ class Comm(Protocol):
 
     def barrier(self) -> None: ...
 
+    def check_order(self, epoch: int, step: int) -> None:
+        """After a step was launched: RankError when this rank's collectives aren't rank 0's.
+
+        For libraries whose collectives return before they are done. The others compare each
+        exchange as it is made, and have nothing left to do here.
+        """
+
     def roll_call(self, phase: str, limit: TimeLimit) -> None:
         """Wait, at length and without a collective, until all ranks have loaded.
 
@@ -93,6 +101,9 @@ class LocalComm:
         raise AssertionError("a gang of one rank has nobody to receive a plan from")
 
     def barrier(self) -> None:
+        pass
+
+    def check_order(self, epoch: int, step: int) -> None:
         pass
 
     def roll_call(self, phase: str, limit: TimeLimit) -> None:
@@ -158,3 +169,23 @@ def make_comm(
 def accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
     """Type that sums over ranks are taken in."""
     return torch.float32 if dtype in (torch.float16, torch.bfloat16) else dtype
+
+
+def collective_word(kind: int, num_bytes: int) -> int:
+    """What a collective is, in one integer: equal on all ranks that are in the same one."""
+    return kind | num_bytes << 2
+
+
+def out_of_order(rank: int, number: int, mine: int, peer: int, theirs: int) -> RankError:
+    """Two ranks met in collectives whose words differ."""
+    return RankError(
+        f"rank {rank}: collective {number} is {_describe(mine)} here and {_describe(theirs)} on "
+        f"rank {peer}; the ranks ran different steps",
+        rank=peer,
+        phase="collective",
+    )
+
+
+def _describe(word: int) -> str:
+    kind = {REDUCE: "a sum", GATHER: "a gather", BARRIER: "a barrier"}.get(word & 3, "unknown")
+    return f"{kind} of {word >> 2} bytes"

@@ -2,8 +2,9 @@
 
 One communicator a gang carries all traffic, because HCCL takes twice its buffer for each. Sums are
 gathered and added in rank order, as in `comm_gloo`: all ranks get equal bits, and no reduction of
-the library is needed, whose list of types is short on a 310P (no int64, no bf16). With each plan
-rank 0 tells how many collectives it has done, and which: a rank that did others is out of step.
+the library is needed, whose list of types is short on a 310P (no int64, no bf16). A collective
+returns before it is done, so once a step is launched rank 0 tells where it is, how many collectives
+it has asked for, and which: a rank that asked for others says so before anybody waits for the chips.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from torch._C._distributed_c10d import PrefixStore
 from placement.config import EngineConfig
 from placement.errors import RankError
 from placement.topology import MIB, find_profile
+from rank_worker.comm import collective_word
 from rank_worker.comm_gloo import GlooComm, Group, broken
 from rank_worker.comm_store import Meeting
 
@@ -30,7 +32,6 @@ _log = logging.getLogger(__name__)
 
 HCCL_TIMEOUT_STEP_S = 68  # HCCL_EXEC_TIMEOUT is rounded down to a multiple of it
 HCCL_TIMEOUT_MAX_S = 17340
-ORDER_WORDS = 2  # behind each plan: collectives so far, and a digest of which
 _DIGEST_MODULUS = (1 << 31) - 1
 _HCCL_DTYPES = (
     torch.float16, torch.float32, torch.int8, torch.uint8, torch.int16, torch.int32, torch.int64,
@@ -102,30 +103,28 @@ class DeviceComm(GlooComm):
         self._name, self._dtypes = name, GATHERED[name]
         self._digest = 0
 
-    def send_plan(self, words: np.ndarray) -> None:
-        super().send_plan(np.concatenate([words, self._order()]))
-
-    def receive_plan(self) -> np.ndarray:
-        words = super().receive_plan()
-        words, theirs = words[:-ORDER_WORDS], words[-ORDER_WORDS:]
-        mine = self._order()
+    def check_order(self, epoch: int, step: int) -> None:
+        mine = np.asarray([epoch, step, self._collectives, self._digest], dtype=np.int32)
+        if self.rank == 0:
+            self._control.send(mine)
+            return
+        theirs = self._control.receive()
         if not np.array_equal(mine, theirs):
-            epoch, step = (int(word) for word in words[2:4]) if len(words) > 3 else (-1, -1)
+            here, there = (
+                f"epoch {words[0]} step {words[1]} after {words[2]} collectives (digest {words[3]})"
+                for words in (mine, theirs)
+            )
             raise RankError(
-                f"rank {self.rank} did {mine[0]} collectives before epoch {epoch} step {step} and "
-                f"rank 0 did {theirs[0]}, or others: the gang is out of step and is restarted",
-                rank=self.rank, step=step, phase="plan",
+                f"rank {self.rank} is in {here} and rank 0 in {there}: collectives in another order"
+                ", the gang is out of step and is restarted",
+                rank=self.rank, step=step, phase="collective",
             )  # fmt: skip
-        return words
 
     def barrier(self) -> None:
         """On the host: work on the chips may go on."""
         self._control.barrier()
 
-    def _order(self) -> np.ndarray:
-        return np.asarray([self._collectives, self._digest], dtype=np.int32)
-
-    def _gather(self, flat: Tensor, out: Tensor) -> None:
+    def _gather(self, flat: Tensor, out: Tensor, kind: int) -> None:
         if flat.dtype not in self._dtypes:
             known = ", ".join(str(dtype).removeprefix("torch.") for dtype in self._dtypes)
             raise RankError(
@@ -134,8 +133,8 @@ class DeviceComm(GlooComm):
                 rank=self.rank, phase="collective",
             )  # fmt: skip
         self._collectives = (self._collectives + 1) % _DIGEST_MODULUS
-        kind = flat.numel() * 64 + self._dtypes.index(flat.dtype)
-        self._digest = (self._digest * 1_000_003 + kind) % _DIGEST_MODULUS
+        word = collective_word(kind, flat.numel()) * 64 + self._dtypes.index(flat.dtype)
+        self._digest = (self._digest * 1_000_003 + word) % _DIGEST_MODULUS
         try:
             cast(Any, self._data)._allgather_base(out.view(-1), flat).wait()
         except RuntimeError as error:

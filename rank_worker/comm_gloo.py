@@ -3,6 +3,9 @@
 The control group is always gloo on the CPU. The data group's backend is a name, so that a device's
 own library can be added to `DATA_GROUPS`. Process groups are built directly on the gang's store:
 torch's default group stays unset.
+
+A gloo process whose peer sends more than it expects ends itself, so no data is sent before the
+ranks have compared what they are about to exchange.
 """
 
 from __future__ import annotations
@@ -18,7 +21,14 @@ from torch import Tensor
 from torch._C._distributed_c10d import BroadcastOptions, PrefixStore, ProcessGroupGloo, Work
 
 from placement.errors import PeerError, RankError
-from rank_worker.comm import accumulation_dtype
+from rank_worker.comm import (
+    BARRIER,
+    GATHER,
+    REDUCE,
+    accumulation_dtype,
+    collective_word,
+    out_of_order,
+)
 from rank_worker.comm_store import Meeting
 from rank_worker.time_limit import TimeLimit
 
@@ -28,6 +38,8 @@ MAX_PLAN_WORDS = 1 << 24
 # socket and ends the wait at once; an idle one sends heartbeats.
 PLAN_TIMEOUT = timedelta(minutes=30)
 CHUNK_BYTES = 1 << 20  # of one rank's part in a reduction
+HEAD_BYTES = 8  # of a frame: what the collective is
+FRAME_BYTES = 4096  # of one rank; a decode step's collectives fit, larger ones take a second round
 
 
 class Group(Protocol):
@@ -132,6 +144,8 @@ class GlooComm:
         self._data = open_group(backend, meeting, "data", timeout_s, make_data)
         self._parts: dict[torch.dtype, Tensor] = {}
         self._collectives = 0
+        self._frame = torch.zeros(FRAME_BYTES, dtype=torch.uint8)
+        self._frames = torch.zeros(self.world_size, FRAME_BYTES, dtype=torch.uint8)
 
     @property
     def entered(self) -> int:
@@ -152,7 +166,7 @@ class GlooComm:
         start = time.perf_counter()
         out = x.new_empty((self.world_size, *x.shape))
         if x.numel():
-            self._gather(x.contiguous().view(-1), out.view(self.world_size, -1))
+            self._gather(x.contiguous().view(-1), out.view(self.world_size, -1), GATHER)
         self.seconds += time.perf_counter() - start
         return out
 
@@ -164,12 +178,11 @@ class GlooComm:
 
     def barrier(self) -> None:
         start = time.perf_counter()
-        self._collectives += 1
-        try:
-            self._data.barrier().wait()
-        except RuntimeError as error:
-            raise broken(self.rank, "barrier", error) from error
+        self._exchange(self._frame[:0], BARRIER)
         self.seconds += time.perf_counter() - start
+
+    def check_order(self, epoch: int, step: int) -> None:
+        """Each collective was compared before its data was sent."""
 
     def roll_call(self, phase: str, limit: TimeLimit) -> None:
         self._meeting.roll_call(phase, limit)
@@ -180,7 +193,7 @@ class GlooComm:
 
     def _reduce(self, flat: Tensor) -> None:
         parts = self._buffer(flat)
-        self._gather(flat, parts)
+        self._gather(flat, parts, REDUCE)
         total = parts[0].to(accumulation_dtype(flat.dtype))
         for part in parts[1:]:
             total = total.add_(part)
@@ -193,12 +206,36 @@ class GlooComm:
             self._parts[flat.dtype] = flat.new_empty(self.world_size * chunk)
         return self._parts[flat.dtype][: self.world_size * flat.numel()].view(self.world_size, -1)
 
-    def _gather(self, flat: Tensor, out: Tensor) -> None:
+    def _gather(self, flat: Tensor, out: Tensor, kind: int) -> None:
+        """Every rank's `flat` [n] into `out` [world_size, n]."""
+        data = flat.view(torch.uint8)
+        bodies = self._exchange(data, kind)
+        if bodies is not None:
+            out.view(torch.uint8).copy_(bodies)
+        else:
+            self._allgather(list(out), flat, kind)
+
+    def _exchange(self, data: Tensor, kind: int) -> Tensor | None:
+        """Compares the collective; all ranks' data where a frame has room for it, else None."""
         self._collectives += 1
+        size, word = data.numel(), collective_word(kind, data.numel())
+        fits = size <= FRAME_BYTES - HEAD_BYTES
+        self._frame[:HEAD_BYTES].view(torch.int64).fill_(word)
+        if fits:
+            self._frame[HEAD_BYTES : HEAD_BYTES + size] = data
+        self._allgather(list(self._frames), self._frame, kind)
+        words = self._frames[:, :HEAD_BYTES].contiguous().view(torch.int64).flatten().tolist()
+        for peer, theirs in enumerate(words):
+            if theirs != word:
+                raise out_of_order(self.rank, self._collectives, word, peer, theirs)
+        return self._frames[:, HEAD_BYTES : HEAD_BYTES + size] if fits else None
+
+    def _allgather(self, outputs: list[Tensor], part: Tensor, kind: int) -> None:
         try:
-            self._data.allgather([list(out)], [flat]).wait()
+            self._data.allgather([outputs], [part]).wait()
         except RuntimeError as error:
-            raise broken(self.rank, "collective", error) from error
+            phase = "barrier" if kind == BARRIER else "collective"
+            raise broken(self.rank, phase, error) from error
 
 
 def open_group(

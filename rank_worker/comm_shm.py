@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from placement.errors import RankError
-from rank_worker.comm import accumulation_dtype
+from rank_worker.comm import (
+    BARRIER,
+    GATHER,
+    REDUCE,
+    accumulation_dtype,
+    collective_word,
+    out_of_order,
+)
 from rank_worker.comm_gloo import ControlGroup
 from rank_worker.comm_store import Meeting
 from rank_worker.time_limit import TimeLimit
@@ -31,7 +38,6 @@ LINE_WORDS = 16  # int64 words between two ranks' flags: two cache lines, for th
 SPIN_S = 0.002  # give the core away but stay runnable; then sleep
 SLEEP_S = 0.0001
 MAX_VIEWS = 512  # cached shapes before the cache starts over
-REDUCE, GATHER, BARRIER = 1, 2, 3
 
 
 class Segment:
@@ -115,6 +121,9 @@ class ShmComm:
         self._meet(BARRIER)
         self.seconds += time.perf_counter() - start
 
+    def check_order(self, epoch: int, step: int) -> None:
+        """Each collective was compared as it was met in."""
+
     def roll_call(self, phase: str, limit: TimeLimit) -> None:
         self._meeting.roll_call(phase, limit)
 
@@ -138,7 +147,7 @@ class ShmComm:
         """Publish this rank's part; the parts of all ranks, to be read before the next call."""
         views = self._halves(part)[(self._number + 1) & 1]
         views[self.rank].copy_(part)
-        self._meet(kind | part.numel() * part.element_size() << 2)
+        self._meet(collective_word(kind, part.numel() * part.element_size()))
         return views
 
     def _meet(self, what: int) -> None:
@@ -154,7 +163,8 @@ class ShmComm:
             if flags[peer * LINE_WORDS] < number:
                 self._wait_for(peer, number)
             if flags[peer * LINE_WORDS + slot] != what:
-                raise self._mismatch(peer, what, flags[peer * LINE_WORDS + slot])
+                theirs = flags[peer * LINE_WORDS + slot]
+                raise out_of_order(self.rank, number, what, peer, theirs)
 
     def _wait_for(self, peer: int, number: int) -> None:
         flags, index = self._segment.flags, peer * LINE_WORDS
@@ -168,14 +178,6 @@ class ShmComm:
             f"rank {self.rank}: ranks {missing} did not reach collective {number} within "
             f"{self._timeout_s:g} s; see their logs",
             rank=missing[0] if missing else peer,
-            phase="collective",
-        )
-
-    def _mismatch(self, peer: int, mine: int, theirs: int) -> RankError:
-        return RankError(
-            f"rank {self.rank}: collective {self._number} is {_describe(mine)} here and "
-            f"{_describe(theirs)} on rank {peer}; the ranks ran different steps",
-            rank=peer,
             phase="collective",
         )
 
@@ -243,8 +245,3 @@ def _pauses(timeout_s: float) -> Iterator[None]:
     while time.monotonic() < deadline:
         time.sleep(SLEEP_S)
         yield
-
-
-def _describe(what: int) -> str:
-    kind = {REDUCE: "a sum", GATHER: "a gather", BARRIER: "a barrier"}.get(what & 3, "unknown")
-    return f"{kind} of {what >> 2} bytes"

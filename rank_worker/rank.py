@@ -53,6 +53,7 @@ from rank_worker.rank_figures import (
 from rank_worker.runner import Runner
 from rank_worker.scheduler import Scheduler, SchedulerLimits
 from rank_worker.slot_names import SlotNames
+from rank_worker.stated_shapes import check_stated_shapes
 from rank_worker.step_error import step_error
 from rank_worker.step_logprobs import StepLogprobs
 from rank_worker.step_plan import Admit, Opcode, PageUpdate, Row, RowFlag, StepPlan, decode, encode
@@ -137,6 +138,7 @@ class Rank:
         scales = loaded_scales(self.config, spec)
         tensors = loaded_tensors(self.config, spec) + scales
         reads = plan_reads(tensors, share, prepared.headers)
+        check_stated_shapes(tensors, share, prepared.headers)
         dtype = parameter_dtype(self.config.dtype)
         loader = Loader(dtype, self.counter, self.pace)
         source = WeightSource(loader, tensors, reads, PackedReader(share, scales))
@@ -323,6 +325,7 @@ class Rank:
         host, logprobs = [], StepLogprobs()
         try:
             sampled = runner.execute(plan)
+            self.comm.check_order(plan.epoch, plan.step)  # a read may wait for a peer's collective
             if self.rank == 0:
                 host, logprobs = sampled.tolist(), sampled.read_logprobs()
         except Exception as error:

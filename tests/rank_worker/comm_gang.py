@@ -89,6 +89,16 @@ def different_steps(comm: Comm, seed: int, out: Path) -> str:
     return "not noticed"
 
 
+def other_order(comm: Comm, seed: int, out: Path) -> str:
+    """A gather and a sum of other sizes, which fit a frame or don't."""
+    small, large = torch.ones(8), torch.ones(4096)
+    steps = [lambda: comm.all_gather(small), lambda: comm.all_reduce_(large)]
+    comm.all_gather(small)
+    for step in reversed(steps) if comm.rank == 1 else steps:
+        step()
+    return "not noticed"
+
+
 def wait_for_kill(comm: Comm, seed: int, out: Path) -> str:
     comm.all_reduce_(torch.ones(8))
     maps = Path("/proc/self/maps").read_text()
@@ -98,7 +108,8 @@ def wait_for_kill(comm: Comm, seed: int, out: Path) -> str:
 
 
 SCENARIOS: dict[str, Callable[[Comm, int, Path], str]] = {
-    f.__name__: f for f in (sums, dead_peer, dead_leader, different_steps, wait_for_kill)
+    f.__name__: f
+    for f in (sums, dead_peer, dead_leader, different_steps, other_order, wait_for_kill)
 }
 
 

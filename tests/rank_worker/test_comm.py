@@ -168,10 +168,26 @@ def test_a_rank_that_never_joins_is_named(gangs: Gangs, tmp_path: Path, name: st
     assert "ranks [1] did not arrive" in reports[0]["detail"]["message"]
 
 
-def test_ranks_in_different_steps_are_told_apart(gangs: Gangs, tmp_path: Path) -> None:
-    reports = gangs.run("different_steps", "shm", 2, tmp_path)
+@BOTH
+def test_ranks_in_different_steps_are_told_apart(gangs: Gangs, tmp_path: Path, name: str) -> None:
+    reports = gangs.run("different_steps", name, 2, tmp_path)
     message = reports[0]["detail"]["message"]
     assert "a sum of 32 bytes here and a gather of 32 bytes on rank 1" in message
+
+
+@BOTH
+def test_a_collective_in_another_order_is_told_by_every_rank(
+    gangs: Gangs, tmp_path: Path, name: str
+) -> None:
+    """No process ends by it, and nobody waits for a deadline, which is 30 s."""
+    reports = gangs.run("other_order", name, 3, tmp_path)
+    assert sorted(reports) == [0, 1, 2]
+    here, there = "a gather of 32 bytes here", "a sum of 16384 bytes on rank 1"
+    for rank in (0, 2):
+        detail = reports[rank]["detail"]
+        assert (detail["rank"], "\n" in detail["message"]) == (1, False)
+        assert f"rank {rank}: collective 2 is {here} and {there};" in detail["message"]
+    assert "a sum of 16384 bytes here and a gather of 32 bytes on rank 0" in str(reports[1])
 
 
 def test_killed_ranks_leave_no_shared_memory_behind(other_gangs: Gangs, tmp_path: Path) -> None:
