@@ -11,6 +11,7 @@ from typing import Any
 
 from placement.errors import CheckpointError
 from placement.headers import CheckpointHeaders
+from placement.models.claims import remarks_on
 from placement.models.config_reader import ConfigReader, bad_key
 from placement.models.matching import check_float_dtypes, match
 from placement.models.quantised import (
@@ -26,9 +27,7 @@ from placement.spec import TensorSpec
 DEFAULT_DTYPE = "bfloat16"
 DTYPE_NAMES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}
 CONFIG = "config.json"
-# Formats that a quantisation method of a config can mean; other methods can mean any.
 PACKED_PARTS = "experts, projections and the head run packed, the n-gram table from FP8"
-METHOD_FORMATS = {"fp8": ("fp8_block128", "fp8_channel", "fp8_tensor")}
 
 
 @dataclass(frozen=True)
@@ -81,7 +80,7 @@ def settle_tensors(
     match(every, headers, {*ignored, *side})
     check_float_dtypes(main.tensors, headers)
     check_float_dtypes(draft.tensors, headers)
-    return _joined(main, draft, (*ignored, *side), _remarks(quantisation, every))
+    return _joined(main, draft, (*ignored, *side), remarks_on(quantisation, every))
 
 
 def quantisation_of(config: Mapping[str, Any]) -> Mapping[str, Any] | None:
@@ -125,21 +124,6 @@ def _joined(
         ignored=ignored,
         remarks=remarks,
     )
-
-
-def _remarks(
-    quantisation: Mapping[str, Any] | None, tensors: Sequence[TensorSpec]
-) -> tuple[str, ...]:
-    """Where the config claims another format than the headers show; the headers count."""
-    found = {one.format.name for one in tensors if one.format is not None}
-    shown = ", ".join(sorted(found)) or "plain floats"
-    if quantisation is None:
-        return (f"config.json names no quantisation, tensors are {shown}",) if found else ()
-    method = str(quantisation.get("quant_method"))
-    meant = METHOD_FORMATS.get(method)
-    if not found or (meant is not None and not found & set(meant)):
-        return (f"config.json claims quantisation {method}, tensors are {shown}",)
-    return ()
 
 
 def find_prefix(

@@ -30,6 +30,7 @@ from placement.headers import DTYPE_BITS, CheckpointHeaders, TensorHeader
 FLOAT_DTYPES = ("BF16", "F16", "F32")
 FP8 = "F8_E4M3"
 PACKED_WORD_BITS = 32
+STATED_DTYPES = ("I64", "I32")  # of a `weight_shape`
 GROUP_UNIT = 16  # columns that kernels take at once
 BLOCKED: Mapping[int, WeightFormat] = {2: formats.W2, 4: formats.W4B32}
 
@@ -122,7 +123,7 @@ class _Matrix:
 
     def of_packed(self) -> Layout:
         if self.header.dtype == "U8":
-            self._need(self.header, (self.rows, self.columns // 2))
+            self._need_pairs()
             if self.beside(".weight_global_scale") is None:
                 scale = self._scale(".weight_scale", ("U8", "F8_E8M0"), formats.MXFP4)
                 return Layout(formats.MXFP4, self.name, self.header.shape, 2, (scale,))
@@ -164,7 +165,7 @@ class _Matrix:
         zero = next((suffix for suffix in zeros if self.beside(suffix) is not None), None)
         if self.header.shape == (self.rows, self.columns):
             return self._plain_scaled(".weight_scale", formats.W8 if zero else formats.W8_SYM, zero)
-        self._need(self.header, (self.rows, self.columns // 2))
+        self._need_pairs()
         return self._grouped(".weight_scale", zero, ("I8",), 2)
 
     def _packed_integers(self) -> Layout:
@@ -174,15 +175,13 @@ class _Matrix:
             raise self.unknown(f"{self.columns} columns of 4 bits don't fill whole I32 words")
         zero = ".weight_zero_point" if self.beside(".weight_zero_point") else None
         found = self._grouped(".weight_scale", zero, ("I32",), 8)
-        side = [self.base + ".weight_shape"]
-        if side[0] not in self.headers.tensors:
-            raise self.unscaled(".weight_shape")
+        self._part("shape", ".weight_shape", STATED_DTYPES, (2,))  # a rank reads what it says
         if self.beside(".weight_g_idx") is not None:
             raise CheckpointError(
                 f"{self.header.file}: {self.base}.weight_g_idx orders the columns of "
                 f"{self.name} by activation, which isn't supported: quantise without actorder"
             )
-        return replace(found, side=tuple(side))
+        return replace(found, side=(stated_shape_name(self.name),))
 
     def _grouped(
         self, suffix: str, zero: str | None, zero_dtypes: tuple[str, ...], packed: int
@@ -216,7 +215,7 @@ class _Matrix:
     def _nvfp4(self, whole_suffix: str, activation: str) -> Layout:
         if self.beside(".weight_scale") is None:
             raise self.unscaled(".weight_scale")
-        self._need(self.header, (self.rows, self.columns // 2))
+        self._need_pairs()
         scale = self._scale(".weight_scale", (FP8,), formats.NVFP4)
         one = self.beside(".weight" + whole_suffix)
         if one is None:
@@ -261,6 +260,12 @@ class _Matrix:
                 f"config.json says {list(self.shape)}, which is {list(shape)} stored"
             )
 
+    def _need_pairs(self) -> None:
+        """Two codes a byte."""
+        if self.columns % 2:
+            raise self.unknown(f"{self.columns} columns of 4 bits don't fill whole bytes")
+        self._need(self.header, (self.rows, self.columns // 2))
+
     def unknown(self, reason: str) -> CheckpointError:
         return CheckpointError(
             f"{self.header.file}: {self.name} has dtype {self.header.dtype} and shape "
@@ -279,6 +284,11 @@ class _Matrix:
             f"{header.file}: {name} is {header.dtype} {list(header.shape)}, but {self.name} "
             f"({self.header.dtype} {list(self.header.shape)}) needs {wanted}"
         )
+
+
+def stated_shape_name(codes: str) -> str:
+    """The tensor in which compressed-tensors says what shape the matrix of `weight_packed` has."""
+    return codes.removesuffix("_packed") + "_shape"
 
 
 def whole_scale(name: str, shape: tuple[int, ...], scale_name: str, scale: TensorHeader) -> Layout:

@@ -259,7 +259,7 @@ def formats_of_config(
             f"{config_path}: weights are quantised ({method}), which config.json alone doesn't "
             "describe: give --headers (made by nrank inspect --dump-headers), or --format"
         )
-    converts = _converter(quantisation.get("modules_to_not_convert") or [])
+    converts = _converter(quantisation.get("modules_to_not_convert") or [], config_path)
     found = Formatted()
     for tensor in tensors:
         if tensor.component is Component.NGRAM_TABLE and converts(tensor.pieces[0].name):
@@ -280,9 +280,14 @@ def _is_linear(tensor: TensorSpec) -> bool:
     )
 
 
-def _converter(excluded: Sequence[str]) -> Callable[[str], bool]:
+def _converter(excluded: Any, config_path: str) -> Callable[[str], bool]:
     """An entry excludes a module by its name, by any run of whole parts of it, or by `re:`."""
-    patterns = [re.compile(one[3:]) for one in excluded if one.startswith("re:")]
+    if not isinstance(excluded, list) or not all(isinstance(one, str) for one in excluded):
+        raise _bad_exclusion(config_path, f"{excluded!r} is no list of modules' names")
+    try:
+        patterns = [re.compile(one[3:]) for one in excluded if one.startswith("re:")]
+    except re.error as error:
+        raise _bad_exclusion(config_path, f"{error.pattern!r} is no expression ({error})") from None
     parts = [f".{one}." for one in excluded if not one.startswith("re:")]
 
     def converts(name: str) -> bool:
@@ -291,6 +296,13 @@ def _converter(excluded: Sequence[str]) -> Callable[[str], bool]:
         return not (any(p.match(module) for p in patterns) or any(p in dotted for p in parts))
 
     return converts
+
+
+def _bad_exclusion(config_path: str, reason: str) -> CheckpointError:
+    return CheckpointError(
+        f"{config_path}: quantization_config.modules_to_not_convert: {reason}; repair it, or give "
+        "--headers"
+    )
 
 
 def _fp8_layout(piece: Piece) -> Layout:

@@ -11,7 +11,10 @@ from typing import Any
 import pytest
 
 from placement.errors import CheckpointError
+from placement.formats import FORMATS
 from placement.headers import DTYPE_BITS, CheckpointHeaders, TensorHeader
+from placement.models.claims import Claim
+from placement.models.layouts import LayoutFinder
 from placement.models.qwen4_exp import build_spec
 from placement.models.registry import require_runnable, spec_from_config
 from placement.partition import make_shares
@@ -205,7 +208,7 @@ def test_each_misshapen_part_is_named_with_its_file(
     headers = quantised(layout)
     stem = "model.layers.0.mlp.experts.3.down_proj"
     for suffix in layout(64, 192):
-        if suffix in (".input_scale", ".input_global_scale", ".weight_shape"):
+        if suffix in (".input_scale", ".input_global_scale"):
             continue
         header = headers.tensors[stem + suffix]
         wrong = (
@@ -244,6 +247,89 @@ def test_what_config_claims_does_not_count(quantised: Any, tiny_config: dict[str
     fp8 = build_spec("t", {**tiny_config, "quantization_config": claims}, None,
                      quantised(fp8_block))  # fmt: skip
     assert fp8.remarks == ()
+
+
+def group(bits: int, size: int | None, symmetric: bool = True, **more: Any) -> dict[str, Any]:
+    weights = {"num_bits": bits, "group_size": size, "symmetric": symmetric, "type": "int", **more}
+    return {"targets": ["Linear"], "weights": weights}
+
+
+def compressed(*groups: Any) -> dict[str, Any]:
+    named = {f"group_{index}": one for index, one in enumerate(groups)}
+    return {"quant_method": "compressed-tensors", "config_groups": named}
+
+
+FLOAT4 = {"type": "float", "strategy": "tensor_group"}
+CLAIMS: list[tuple[Callable[[int, int], Parts], Any, list[str]]] = [
+    (w4_packed, compressed(group(4, 32)), []),
+    (w4_packed, compressed(group(4, 32), {"weights": None}), []),
+    (w4_packed, compressed(group(4, 128)), [
+        "config.json claims 4-bit int groups of 128 symmetric, but tensors are w4g32, which counts",
+        "claims 4-bit int groups of 128 symmetric, which no tensor is; tensors are w4g32",
+    ]),
+    (w4_packed, compressed(group(4, 32, symmetric=False)), ["with zero points, but", "which no"]),
+    (w4_packed_asym, compressed(group(4, 32)), ["but tensors are w4g32_asym", "which no tensor"]),
+    (w4_packed_asym, compressed(group(4, 32, symmetric=False)), []),
+    (w4_packed, compressed(group(8, 32)), ["claims 8-bit int groups of 32", "which no tensor"]),
+    (w4_packed, compressed(group(4, 32), group(8, None, strategy="channel")), [
+        "claims 8-bit int a scale a row symmetric, which no tensor is; tensors are w4g32",
+    ]),
+    (w4_packed, {"quant_method": "gptq", "bits": 4, "group_size": 128, "sym": True}, [
+        "claims 4-bit groups of 128 symmetric, but tensors are w4g32", "which no tensor is",
+    ]),
+    (w4_packed, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, []),
+    (w8_sym, compressed(group(8, None, strategy="channel")), []),
+    (w8_sym, compressed(group(8, -1)), []),
+    (w8_sym, compressed(group(8, 64)), ["8-bit int groups of 64", "which no tensor"]),
+    (nvfp4_packed, compressed(group(4, 16, **FLOAT4)), []),
+    (nvfp4_packed, compressed(group(4, 16)), ["4-bit int groups of 16", "which no tensor"]),
+    (mxfp4_packed, compressed(group(4, 16, **FLOAT4)), ["groups of 16", "which no tensor"]),
+    (codes2, compressed(group(2, 32, block_structure=[32, 32])), []),
+    (w4_packed, compressed("x"), ["has groups of formats that can't be read, tensors are w4g32"]),
+    (w4_packed, compressed(group("4", 32)), ["has groups of formats that can't be read"]),
+    (w4_packed, {"quant_method": "compressed-tensors", "config_groups": [1]}, ["can't be read"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("layout", "claims", "expected"), CLAIMS)
+def test_what_config_claims_of_bits_groups_and_zero_points_is_compared(
+    quantised: Any, tiny_config: dict[str, Any], layout: Any, claims: Any, expected: list[str]
+) -> None:
+    config = {**tiny_config, "quantization_config": claims}
+    remarks = build_spec("t", config, None, quantised(layout)).remarks
+    assert len(remarks) == len(expected), remarks
+    for remark, part in zip(remarks, expected, strict=True):
+        assert part in remark
+
+
+def test_a_group_as_long_as_a_row_is_a_scale_a_row() -> None:
+    form = FORMATS["w4g128"]
+    assert Claim(4, 0).fits(form, frozenset({128}))
+    assert Claim(4, 128).fits(form, frozenset({128, 256}))
+    assert not Claim(4, 0).fits(form, frozenset({128, 256}))
+
+
+@pytest.mark.parametrize("excluded", ["lm_head", [1], {"a": 1}, ["re:("]])
+def test_exclusions_that_are_no_names_are_refused(
+    tiny_config: dict[str, Any], excluded: Any
+) -> None:
+    claims = {"quant_method": "fp8", "weight_block_size": [128, 128]}
+    claims["modules_to_not_convert"] = excluded
+    with pytest.raises(CheckpointError, match=r"modules_to_not_convert: .*; repair it") as caught:
+        build_spec("t", {**tiny_config, "quantization_config": claims}, None, None)
+    assert "\n" not in str(caught.value)
+
+
+@pytest.mark.parametrize("layout", [mxfp4_packed, nvfp4_packed, nvfp4_modelopt, w4_nibbles])
+def test_an_odd_number_of_columns_leaves_no_whole_bytes(layout: Any) -> None:
+    """The last value of each row would be dropped."""
+    entries = layout(64, 33) | {".weight_scale": (layout(64, 33)[".weight_scale"][0], (64, 3))}
+    headers = CheckpointHeaders("m", {
+        "m" + suffix: TensorHeader(FILE, dtype, shape, 0, 0)
+        for suffix, (dtype, shape) in entries.items()
+    }, 0)  # fmt: skip
+    with pytest.raises(CheckpointError, match="33 columns of 4 bits don't fill whole bytes"):
+        LayoutFinder(headers).find("m.weight", (64, 33))
 
 
 def as_fp8_table(headers: CheckpointHeaders, scale: bool = True) -> CheckpointHeaders:

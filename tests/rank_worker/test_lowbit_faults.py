@@ -20,13 +20,15 @@ from placement.config import EngineConfig
 from placement.errors import CheckpointError, ConfigError, NrankError
 from placement.prepare import prepare
 from rank_worker.rank import Rank
+from rank_worker.stated_shapes import check_stated_shapes
 from tests.golden import lowbit_checkpoint
-from tests.golden.lowbit_checkpoint import EXPERTS, Recipe
+from tests.golden.lowbit_checkpoint import EXPERTS, WIDTH, Recipe
 
 Tensors = dict[str, Tensor]
 Change = Callable[[Tensors], object]
 UP = "model.layers.2.mlp.experts.9.up_proj"
 OUT = r"linear_attn\.out_proj\.weight$"
+OUT_NAME = "model.layers.0.linear_attn.out_proj.weight"
 DOWN = "model.layers.1.mlp.experts.3.down_proj"
 
 
@@ -79,6 +81,12 @@ def put(name: str, value: float, *at: int) -> Change:
 
 
 VALUES = [
+    (
+        "w4g32",
+        put(f"{UP}.weight_shape", 64, 1),
+        rf"{UP}.weight_shape says \[128, 64\], but .*128\]",
+    ),
+    ("w4-dense", put(f"{OUT_NAME}_shape", 5), rf"{OUT_NAME}_shape says \[5, 192\], but its matrix"),
     ("w4g32", put(f"{UP}.weight_scale", float("nan"), 5), f"{UP}.weight_scale: 1 of its values"),
     ("w4g32", put(f"{DOWN}.weight_scale", 0.0), r"the first is 0 at \[0, 0\]"),
     ("w4g32", put(f"{DOWN}.weight_scale", -0.5), f"{DOWN}.weight_scale: .*above 0"),
@@ -88,6 +96,9 @@ VALUES = [
     ("w8-offset", put(f"{UP}.weight_zero_point", float("nan")), f"{UP}.weight_zero_point"),
     ("nvfp4", put(f"{UP}.weight_scale_2", 0.0), f"{UP}.weight_scale_2: .*global scale"),
     ("nvfp4-packed", put(f"{UP}.weight_global_scale", float("nan")), f"{UP}.weight_global_scale"),
+    ("nvfp4", put(f"{UP}.weight_scale_2", 1e30), f"{UP}.weight_scale_2: .*at most 24.36"),
+    ("nvfp4-packed", put(f"{UP}.weight_global_scale", 1e-45), f"{UP}.weight_global_scale: .*least"),
+    ("nvfp4-packed", put(f"{UP}.weight_global_scale", 1e-9), f"{UP}.weight_global_scale: .*least"),
     ("nvfp4", put(f"{UP}.weight_scale", 0.0, 3), f"{UP}.weight_scale: "),
     ("mxfp4", put(f"{UP}.weight_scale", 255, 3), f"{UP}.weight_scale: "),
     ("fp8", put(f"{UP}.weight_scale_inv", 0.0), f"{UP}.weight_scale_inv: "),
@@ -111,6 +122,17 @@ def test_only_the_rank_that_owns_an_expert_refuses_it(
     assert f"{UP}.weight_scale" in refusal(folder, ranks=2, rank=1)
 
 
+def test_a_shape_of_another_rank_is_not_read(
+    broken: Callable[[str, Change], Path],
+) -> None:
+    """Expert 9 is rank 1's of two."""
+    folder = broken("w4g32", put(f"{UP}.weight_shape", 5))
+    assert f"{UP}.weight_shape says" in refusal(folder, ranks=2, rank=1)
+    prepared = prepare(EngineConfig(str(folder), ranks=2, context_tokens=64))
+    shares = [rank.share for rank in prepared.plan.ranks]
+    check_stated_shapes(prepared.spec.tensors, shares[0], prepared.headers)
+
+
 def halve(name: str, dim: int = -1) -> Change:
     def change(tensors: Tensors) -> None:
         part = tensors[name]
@@ -123,6 +145,20 @@ def add(name: str, value: Tensor) -> Change:
     return lambda tensors: tensors.__setitem__(name, value)
 
 
+def half_plain(name: str) -> Change:
+    """This half of a bank, gates or ups, is in floats for all experts of its layer."""
+
+    def change(tensors: Tensors) -> None:
+        half = re.compile(re.sub(r"experts\\\.\d+", r"experts\\.\\d+", re.escape(name)) + r"\.")
+        for key in [key for key in tensors if half.match(key)]:
+            base = key.rpartition(".")[0]
+            del tensors[key]
+            tensors[base + ".weight"] = torch.zeros(WIDTH, WIDTH)
+
+    return change
+
+
+GATE, UP_0 = (f"model.layers.2.mlp.experts.0.{part}_proj" for part in ("gate", "up"))
 HEADERS = [
     (lambda t: t.pop(f"{UP}.weight_scale"), f"{UP}.weight_scale is missing"),
     (lambda t: t.pop(f"{UP}.weight_packed"), f"1 missing tensors \\({UP}.weight\\)"),
@@ -131,6 +167,10 @@ HEADERS = [
     (add(f"{UP}.weight_g_idx", torch.zeros(128, dtype=torch.int32)), f"{UP}.weight_g_idx orders"),
     (halve(f"{UP}.weight_packed"), rf"{UP}.weight_packed has shape \[128, 8\]"),
     (halve(f"{UP}.weight_packed", 0), rf"{UP}.weight_packed has shape \[64, 16\]"),
+    (add(f"{UP}.weight_shape", torch.ones(2)), rf"{UP}.weight_shape is F32 \[2\], but .*I64|I32"),
+    (add(f"{UP}.weight_shape", torch.ones(3).long()), rf"{UP}.weight_shape is I64 \[3\], but"),
+    (half_plain(UP_0), rf"{UP_0}.weight is plain, but {GATE}.weight_packed is w4g32; both"),
+    (half_plain(GATE), rf"{GATE}.weight is plain, but {UP_0}.weight_packed is w4g32; both are"),
     (add(f"{UP}.weight_scale", torch.ones(128, 16).half()), "128 columns have groups of 8"),
     (add(f"{UP}.weight_scale", torch.ones(128, 3).half()), rf"{UP}.weight_scale is F16 \[128, 3\]"),
     (add(f"{UP}.weight_scale", torch.ones(128, 4).half().int()), f"{UP}.weight_scale is I32"),

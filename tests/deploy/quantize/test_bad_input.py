@@ -231,13 +231,18 @@ def test_a_disk_that_turns_read_only_is_told_in_one_line(
 ) -> None:
     """Nothing can be removed there either: what could not be written is the error to tell."""
 
-    def fails(*arguments: object, **options: object) -> int:
+    real, unlink, written = os.pwrite, Path.unlink, [0]
+
+    def fails() -> int:
         raise OSError(30, "Read-only file system")
 
-    monkeypatch.setattr(os, "pwrite", fails)
-    real = Path.unlink
+    def pwrite(handle: int, raw: bytes, at: int) -> int:
+        written[0] += 1
+        return real(handle, raw, at) if written[0] < 5 else fails()
+
+    monkeypatch.setattr(os, "pwrite", pwrite)
     monkeypatch.setattr(
-        Path, "unlink", lambda path, **options: fails() if path.exists() else real(path, **options)
+        Path, "unlink", lambda path, **how: fails() if path.exists() else unlink(path, **how)
     )
     line = ("--model", str(sources.twin), "--format", "w4g32", "--out", str(tmp_path / "out"))
     assert "can't be written: Read-only file system; make room" in refused(*line, code=1)

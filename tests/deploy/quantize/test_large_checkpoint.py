@@ -34,7 +34,7 @@ from tests.golden.lowbit_checkpoint import Pair
 GIB = 1 << 30
 MIB = 1 << 20
 LAYERS = 20
-KILLS = 6
+KILLS = 10
 ROOT = Path(__file__).parents[3]
 
 
@@ -93,7 +93,7 @@ def start(model: Path, out: Path) -> subprocess.Popen[str]:
 def test_a_gibibyte_takes_little_memory_and_survives_being_killed(
     large: Path, tmp_path: Path
 ) -> None:
-    """Killed at points drawn from a seed, each time later than the run before could have got."""
+    """Killed at points drawn from a seed: while files are written, and in the check behind them."""
     assert sum(file.stat().st_size for file in large.glob("*.safetensors")) > GIB
     whole, killed = tmp_path / "whole", tmp_path / "killed"
     began_s = time.monotonic()
@@ -108,7 +108,7 @@ def test_a_gibibyte_takes_little_memory_and_survives_being_killed(
     found = []
     for _ in range(KILLS):
         child = start(large, killed)
-        time.sleep(draw.uniform(0.1, 0.6) * took_s)
+        time.sleep(draw.uniform(0.1, 0.4) * took_s)
         child.send_signal(signal.SIGKILL)
         child.communicate()
         found.append(state(killed))
