@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable
 from typing import Any
 
@@ -58,22 +59,6 @@ def test_collectives_gather_types_that_the_chip_has(engines: Engines, ranks: int
         assert set(lines) <= {"HcclAllGather type 3", "HcclAllGather type 4"}
 
 
-@pytest.mark.parametrize(
-    ("fault", "problem"),
-    [
-        ("host_read", "copies to the host"),
-        ("host_read", "waits"),
-        ("fresh_tensor", "allocates"),
-        ("refused_cast", "computes in a refused type"),
-    ],
-)
-def test_each_check_fails_when_its_fault_is_seeded(
-    engines: Engines, fault: str, problem: str
-) -> None:
-    (told,) = engines(ranks=1)
-    assert all(problem in problems(step, 0) for step in told["faults"][fault])
-
-
 def capture_problems(captures: list[dict[str, int]], ranks: int) -> set[str]:
     """What recording may not do on a 310P, in words."""
     found = set()
@@ -103,6 +88,50 @@ def test_decode_is_recorded_and_a_replay_is_one_launch(engines: Engines, ranks: 
         assert told["steps"][-1]["counts"]["launches"] > 1000
 
 
-def test_a_third_graph_would_be_noticed(engines: Engines) -> None:
-    for told in engines(ranks=2):
-        assert "a third graph" in capture_problems(told["captures_of_three"], 2)
+def refusals(told: dict[str, Any], name: str) -> set[str]:
+    """What a rank's loop raised in a step with a seed, in words."""
+    known = {"expert id out of range": "a value of local is", "another order": "in another order"}
+    return {word for word, text in known.items() if text in told["refused_steps"][name]}
+
+
+@pytest.mark.parametrize("ranks", RANKS)
+def test_nothing_is_refused_without_a_fault(engines: Engines, ranks: int) -> None:
+    for told in engines(ranks=ranks):
+        assert told["refused_steps"]["nothing"] == told["refused_steps"]["last_expert"] == ""
+
+
+@pytest.mark.parametrize(
+    ("fault", "ranks", "problem"),
+    [
+        ("host_read", 1, "copies to the host"),
+        ("host_read", 1, "waits"),
+        ("fresh_tensor", 1, "allocates"),
+        ("refused_cast", 1, "computes in a refused type"),
+        ("sentinel_expert", 1, "expert id out of range"),
+        ("third_graph", 2, "a third graph"),
+        ("other_order", 2, "another order"),
+    ],
+)
+def test_each_check_fails_when_its_fault_is_seeded(
+    engines: Engines, fault: str, ranks: int, problem: str
+) -> None:
+    told = engines(ranks=ranks)[-1]
+    if fault in told["faults"]:
+        assert all(problem in problems(step, 0) for step in told["faults"][fault])
+    elif fault == "third_graph":
+        assert problem in capture_problems(told["captures_of_three"], ranks)
+    else:
+        assert refusals(told, fault) == {problem}
+
+
+def test_a_rank_with_collectives_in_another_order_names_both(engines: Engines) -> None:
+    """Once its step is launched: nobody waits for a chip, and rank 0 goes on until it is ended."""
+    first, second = (told["refused_steps"]["other_order"] for told in engines(ranks=2))
+    assert first == ""
+    place = r"epoch 0 step (\d+) after (\d+) collectives \(digest (\d+)\)"
+    found = re.match(rf"rank 1 is in {place} and rank 0 in {place}: collectives in another", second)
+    assert found is not None, second
+    step, count, digest, *theirs = found.groups()
+    assert [step, count] == theirs[:2]
+    assert digest != theirs[2]
+    assert "\n" not in second

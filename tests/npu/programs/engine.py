@@ -23,8 +23,9 @@ sys.path.insert(0, str(ROOT))
 import torch  # noqa: E402
 from standin import Standin  # noqa: E402
 
+from ops.contracts import CONTRACTS  # noqa: E402
 from placement.config import EngineConfig  # noqa: E402
-from placement.errors import NrankError  # noqa: E402
+from placement.errors import NrankError, RankError  # noqa: E402
 from rank_worker.comm_store import listen  # noqa: E402
 from rank_worker.decode_graphs import DecodeGraphs  # noqa: E402
 from rank_worker.device_npu import FRACTAL_NZ, NpuDevice  # noqa: E402
@@ -95,10 +96,58 @@ def refused_cast(runner: Runner) -> None:
     runner.model.ops.linear = lambda x, weight: whole(x.bfloat16().half(), weight)  # type: ignore
 
 
+def expert_ids(past: int) -> Callable[[Runner], None]:
+    """The last ids of each bank, `past` further: 1 is the sentinel of other engines.
+
+    The contract looks at them on the host, since nothing is computed on the chip.
+    """
+
+    def seed(runner: Runner) -> None:
+        whole, contract = runner.model.ops.moe_experts, CONTRACTS["moe_experts"]
+
+        def moe_experts(x: Any, weights: Any, local: Any, gate_up: Any, down: Any) -> Any:
+            stop = len(gate_up) + past
+            ids = torch.arange(stop - local.shape[-1], stop, device="cpu").expand(local.shape)
+            arguments = {"x": x, "weights": weights, "local": ids}
+            contract.check("moe_experts", {**arguments, "gate_up": gate_up, "down": down})
+            return whole(x, weights, ids.to(x.device), gate_up, down)
+
+        runner.model.ops.moe_experts = moe_experts  # type: ignore[method-assign]
+
+    return seed
+
+
+def other_order(runner: Runner) -> None:
+    """On rank 1 the first sum of a step comes after the first gather."""
+    comm, late = runner.comm, list[torch.Tensor]()
+    add, gather, rest = comm.all_reduce_, comm.all_gather, iter([True])
+
+    def all_reduce_(x: torch.Tensor) -> torch.Tensor:
+        if not next(rest, False):
+            return add(x)
+        late.append(x)
+        return x
+
+    def all_gather(x: torch.Tensor) -> torch.Tensor:
+        parts = gather(x)
+        while late:
+            add(late.pop())
+        return parts
+
+    if comm.rank == 1:
+        vars(comm).update(all_reduce_=all_reduce_, all_gather=all_gather)
+
+
 FAULTS: dict[str, Callable[[Runner], None]] = {
     "host_read": host_read,
     "fresh_tensor": fresh_tensor,
     "refused_cast": refused_cast,
+}
+REFUSED: dict[str, Callable[[Runner], None]] = {
+    "nothing": lambda _: None,
+    "last_expert": expert_ids(0),
+    "sentinel_expert": expert_ids(1),
+    "other_order": other_order,
 }
 
 
@@ -173,8 +222,9 @@ def all_steps(rank: Rank, standin: Standin, options: Options) -> dict[str, Any]:
     first = run_step(rank, standin, prefill(options))
     steps = [run_step(rank, standin, decode(options, step)) for step in range(options.steps)]
     faults = with_faults(rank, standin, options)
+    refused = with_refused(rank, options)
     graphs = with_graphs(rank, standin, options)
-    return {"prefill": first, "steps": steps, "faults": faults, **graphs}
+    return {"prefill": first, "steps": steps, "faults": faults, "refused_steps": refused, **graphs}
 
 
 def with_graphs(rank: Rank, standin: Standin, options: Options) -> dict[str, Any]:
@@ -197,7 +247,7 @@ def with_graphs(rank: Rank, standin: Standin, options: Options) -> dict[str, Any
     device.capture = capture  # type: ignore[method-assign]
     rank.runner.record_graphs()
     told = {"captures": list(captures), "refused": graphs.counts.refused}
-    first = options.steps + 2 * len(FAULTS)
+    first = options.steps + 2 * len(FAULTS) + len(REFUSED)
     graph_steps = [
         run_step(rank, standin, decode(options, first + step)) for step in range(options.steps)
     ]
@@ -270,6 +320,26 @@ def with_faults(rank: Rank, standin: Standin, options: Options) -> dict[str, lis
         first = options.steps + 2 * index
         told[name] = [run_step(rank, standin, decode(options, step)) for step in (first, first + 1)]
         vars(rank.runner.model.ops).update(whole)
+    return told
+
+
+def with_refused(rank: Rank, options: Options) -> dict[str, str]:
+    """What a rank's loop raised in a step with each seed; empty for nothing."""
+    assert rank.runner is not None
+    told = {}
+    for index, (name, seed) in enumerate(REFUSED.items()):
+        ops, comm = vars(rank.runner.model.ops), vars(rank.comm)
+        whole = dict(ops)
+        seed(rank.runner)
+        step = options.steps + 2 * len(FAULTS) + index
+        try:
+            rank._execute(rank.runner, decode(options, step))
+            told[name] = ""
+        except RankError as error:
+            told[name] = str(error)
+        ops.update(whole)
+        for patched in ("all_reduce_", "all_gather"):
+            comm.pop(patched, None)
     return told
 
 
