@@ -7,6 +7,7 @@ with one layer of each in memory.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -24,7 +25,7 @@ DIGITS = 4
 class LayerGrowth:
     """RMS of the residual behind a layer in both models, each with its own residual before it.
 
-    `growth` are the factors by which the layer raised them.
+    `growth` are the factors by which the layer raised them, 1 where there was nothing before it.
     """
 
     layer: int
@@ -72,7 +73,7 @@ def check_growth(
         after = _rms(streams[0]), _rms(streams[1])
         row = LayerGrowth(
             layer[0].spec.index, _rounded(after[0]), _rounded(after[1]),
-            _rounded(after[0] / before[0]), _rounded(after[1] / before[1]),
+            _rounded(_ratio(after[0], before[0], 1.0)), _rounded(_ratio(after[1], before[1], 1.0)),
         )  # fmt: skip
         if text := _too_much(row, rows):
             expert = _loudest(layer[0].route(between[1], routed[1].ids), routed[1])
@@ -85,9 +86,9 @@ def check_growth(
 
 def _too_much(row: LayerGrowth, before: list[LayerGrowth]) -> str:
     """Why a layer is flagged, "" for one that isn't. What isn't finite is too much."""
-    excess = row.packed_growth / row.source_growth
-    ratio = row.packed_rms / row.source_rms
-    last = before[-1].packed_rms / before[-1].source_rms if before else 1.0
+    excess = _ratio(row.packed_growth, row.source_growth, math.inf)
+    ratio = _ratio(row.packed_rms, row.source_rms, math.inf)
+    last = _ratio(before[-1].packed_rms, before[-1].source_rms, math.inf) if before else 1.0
     if not excess <= LAYER_BOUND:
         return (
             f"raises the residual {row.packed_growth:.3g} times, {row.source_growth:.3g} times in "
@@ -113,6 +114,11 @@ def _loudest(source: Routed, packed: Routed) -> int:
 def _divergence(source: Tensor, packed: Tensor) -> float:
     p, q = (torch.log_softmax(one.double(), dim=-1) for one in (source, packed))
     return (p.exp() * (p - q)).sum(-1).mean().item()
+
+
+def _ratio(value: float, base: float, of_nothing: float) -> float:
+    """`of_nothing` for a base of 0 under a value that isn't."""
+    return value / base if base else (of_nothing if value else 1.0)
 
 
 def _rms(x: Tensor) -> float:

@@ -6,6 +6,7 @@ The header comes first and is known before any weight, so tensors may come in an
 from __future__ import annotations
 
 import contextlib
+import errno
 import os
 from pathlib import Path
 from types import TracebackType
@@ -109,7 +110,8 @@ def write_file(path: Path, content: str | bytes) -> None:
 
 
 def unwritable(path: Path, error: OSError) -> OutputError:
+    remedy = "make room" if error.errno in (errno.ENOSPC, errno.EDQUOT) else "see to the disk"
     return OutputError(
-        f"{path} can't be written: {error.strerror}; make room and give the same command again, "
+        f"{path} can't be written: {error.strerror}; {remedy} and give the same command again, "
         "files that are whole are kept"
     )

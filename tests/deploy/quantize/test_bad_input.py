@@ -245,7 +245,7 @@ def test_a_disk_that_turns_read_only_is_told_in_one_line(
         Path, "unlink", lambda path, **how: fails() if path.exists() else unlink(path, **how)
     )
     line = ("--model", str(sources.twin), "--format", "w4g32", "--out", str(tmp_path / "out"))
-    assert "can't be written: Read-only file system; make room" in refused(*line, code=1)
+    assert "can't be written: Read-only file system; see to the disk and" in refused(*line, code=1)
 
 
 def test_weights_that_are_packed_already_are_refused(

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors import safe_open
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from deploy.bench.sides import make_sides
 from deploy.cli import main
@@ -307,6 +307,20 @@ def test_a_residual_that_grows_is_flagged_with_layer_and_expert(
     assert [(flag.layer, flag.expert) for flag in bad.flags] == [(1, 5)]
     assert bad.layers[0] == good.layers[0]
     assert bad.divergence > good.divergence
+
+
+def test_a_residual_of_nothing_is_no_growth(sources: Pair, tmp_path: Path) -> None:
+    """As of tokens whose embedding was never trained; the table of n-grams comes in layer 1."""
+    shutil.copytree(sources.twin, tmp_path / "model")
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors["model.embed_tokens.weight"].zero_()
+    save_file(tensors, file)
+    convert_into(tmp_path / "out", tmp_path / "model", "w4g32")
+    found = check_growth(str(tmp_path / "model"), str(tmp_path / "out"), IDS, lambda *_: None)
+    assert found.layers[0].source_rms == found.layers[0].packed_rms == 0
+    assert found.layers[0].source_growth == found.layers[1].source_growth == 1
+    assert not found.flags
 
 
 def test_a_flag_makes_the_command_fail(
