@@ -45,8 +45,8 @@ class Sides:
 
     @property
     def has_same_ids(self) -> bool:
-        """Whether both have to make the same greedy ids: same weights in the same type."""
-        return (self.a.dtype, self.a.model_dir) == (self.b.dtype, self.b.model_dir)
+        """Whether both have to make the same greedy ids: same weights and inputs, in one type."""
+        return not {"dtype", "model_dir", "int8_activations"} & self.differences.keys()
 
     def expert_bytes(self) -> list[int] | None:
         """What routed experts and scales take in the memory of all ranks; None for one model."""

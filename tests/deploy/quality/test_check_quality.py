@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from cluster.tokens import Tokenizer
 from deploy.cli import main
+from deploy.defaults import EMBEDDED_MODEL
 from deploy.quality.baseline_file import (
     EMBEDDED_BASELINE,
     Origin,
@@ -26,6 +27,7 @@ from deploy.quality.smoke_set import SmokeSet, make_smoke_set
 from placement.errors import ConfigError
 
 slow = pytest.mark.slow
+PACKED_MODEL = EMBEDDED_MODEL.with_name("tiny-flash-next-w4")
 Changed = Callable[[Callable[[str, torch.Tensor], torch.Tensor]], Path]
 
 
@@ -117,6 +119,34 @@ def test_experts_of_four_bits_pass_as_low_bit_and_of_two_bits_fail(
     copied = tmp_path / "changed"
     copied.rename(tmp_path / "four-bits")
     code, found = checked("--model", str(changed(rounded(2))), *flags)
+    assert code == 1
+    assert not found["parts"]["logits"]["passed"]
+
+
+@slow
+@pytest.mark.parametrize("ranks", ["1", "3"])
+def test_the_model_that_is_shipped_in_w4_passes_packed(
+    checked: Callable[..., tuple[int, dict[str, Any]]], ranks: str
+) -> None:
+    flags = ("--baseline", str(EMBEDDED_BASELINE), "--ranks", ranks)
+    code, found = checked("--model", str(PACKED_MODEL), *flags)
+    assert (code, found["tolerance"]) == (0, "low-bit")
+    assert found["parts"]["needles"]["figures"]["right"] == 9
+
+
+@slow
+def test_packed_experts_under_a_wrong_scale_fail(
+    checked: Callable[..., tuple[int, dict[str, Any]]], tmp_path: Path
+) -> None:
+    """Those of one layer, by a factor that a load takes for a scale."""
+    folder = copytree(PACKED_MODEL, tmp_path / "scaled")
+    for file in folder.glob("*.safetensors"):
+        tensors = load_file(file)
+        for name in tensors:
+            if ".layers.3." in name and name.endswith("down_proj.weight_scale"):
+                tensors[name] *= 4
+        save_file(tensors, file)
+    code, found = checked("--model", str(folder), "--baseline", str(EMBEDDED_BASELINE))
     assert code == 1
     assert not found["parts"]["logits"]["passed"]
 

@@ -362,3 +362,4 @@ def test_bench_sets_the_shipped_model_beside_its_source() -> None:
     same = make_sides(str(EMBEDDED_MODEL), 1, "", "mtp=0")
     assert same.has_same_ids
     assert same.expert_bytes() is None
+    assert not make_sides(str(SHIPPED), 1, "", "int8_activations=on").has_same_ids
