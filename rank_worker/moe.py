@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ops.lowbit.packed import Packed
 from placement.config import RankShare
+from placement.errors import ConfigError
 from placement.experts import LayerHolders
 from placement.spec import MoeSpec
 from rank_worker.batch import Noted
@@ -22,15 +23,40 @@ BANKS = ("experts_gate_up", "experts_down")
 
 
 class Experts:
-    """The routed experts of this rank: two banks, plain or packed, each in a format of its own."""
+    """The routed experts of this rank: two banks, plain or packed, each in a format of its own.
+
+    One token is computed here, where the layer is loaded, so that banks which the device can't
+    multiply are refused before the next layer is read.
+    """
 
     def __init__(self, parts: Parts, gate_up: Weight, down: Weight) -> None:
         self.ops, self.int8_activations = parts.ops, parts.int8_activations
         self.is_packed = isinstance(gate_up, Packed)
+        if self.is_packed != isinstance(down, Packed):
+            raise ConfigError(
+                "experts are packed in one bank and plain in the other: quantise both or none"
+            )
         self.gate_up, self.down = (
             bank if isinstance(bank, Packed) else parts.device.pack_bank(bank)
             for bank in (gate_up, down)
         )
+        if isinstance(gate_up, Packed):
+            self._try(parts, gate_up)
+
+    def _try(self, parts: Parts, gate_up: Packed) -> None:
+        """ConfigError where a product of these banks fails."""
+        x, weights = (torch.ones(1, n, dtype=self.ops.dtype) for n in (gate_up.shape[-1], 1))
+        local = torch.full((1, 1), 0 if len(gate_up) else -1)
+        try:
+            self(x, weights, local)
+        except RuntimeError as error:
+            where = parts.device.capability(self.ops.dtype)
+            chip, dtype = where.soc or where.backend, str(where.dtype).removeprefix("torch.")
+            cause = (str(error).splitlines() or [""])[0]
+            raise ConfigError(
+                f"experts in {gate_up.form.name} can't be computed in {dtype} on {chip} ({cause}): "
+                "use a checkpoint in floats, or another --dtype or --device"
+            ) from error
 
     def __call__(self, x: Tensor, weights: Tensor, local: Tensor) -> Tensor:
         """Partial sum [T, H]; `local` [T, k] are indices into the banks, -1 for a peer's route."""

@@ -7,15 +7,18 @@ arguments only; what a model looks like is read from its spec.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from ops.capability_file import OpResult
+from ops.lowbit.pack import quantise, quantise_table
+from ops.lowbit.packed import Packed
 from ops.registry import REFERENCES, variants_of
-from ops.spec import PASSED, Implementation
+from ops.spec import PASSED, PROBED, Implementation
+from placement.formats import W4B32, W8_SYM
 from placement.spec import GatedDeltaSpec, ModelSpec, MoeSpec, SparseAttentionSpec
 from rank_worker.device import Device
 
@@ -50,8 +53,12 @@ def probe(device: Device, spec: ModelSpec, dtype: torch.dtype) -> dict[str, OpRe
     cases = op_cases(spec, inputs)
     results = {}
     for variant in variants_of(capability.backend):
-        if variant.requires(capability) is None and variant.op in cases:
-            results[variant.name] = _probe_one(device, variant, cases[variant.op], dtype)
+        own = (PROBED + variant.name, PASSED)  # what a variant may want to have been found before
+        there = replace(capability, versions=(*capability.versions, own))
+        mine = [case for name, case in cases.items() if name.split()[0] == variant.op]
+        if mine and variant.requires(there) is None:
+            told = [_probe_one(device, variant, case, dtype) for case in mine]
+            results[variant.name] = max(told, key=lambda one: (not one.is_passed, one.error or 0.0))
     return results
 
 
@@ -62,7 +69,7 @@ def _probe_one(
     try:
         expected = _outcome(REFERENCES[variant.op].function, [_widened(x) for x in host])
         with device.building():
-            placed = [device.place(x) if isinstance(x, Tensor) else x for x in chip]
+            placed = [_placed(device, x) for x in chip]
         found = [x.cpu() for x in _outcome(variant.function, placed)]
     except Exception as error:  # whatever a library raises is what is to be told
         cause = (str(error).splitlines() or [""])[0]
@@ -75,6 +82,12 @@ def _probe_one(
 
 def _copied(case: Sequence[Any]) -> list[Any]:
     return [x.clone() if isinstance(x, Tensor) else x for x in case]
+
+
+def _placed(device: Device, value: Any) -> Any:
+    if isinstance(value, Packed):
+        return value.to(device.place(value.codes).device)
+    return device.place(value) if isinstance(value, Tensor) else value
 
 
 def _widened(value: Any) -> Any:
@@ -106,7 +119,7 @@ def _error(found: Tensor, expected: Tensor) -> float:
 
 
 def op_cases(spec: ModelSpec, new: Inputs) -> dict[str, tuple[Any, ...]]:
-    """Arguments by operator, of this model's sizes."""
+    """Arguments by operator, of this model's sizes; a second word tells more of one operator."""
     hidden, streams, eps = spec.hidden, spec.residual.num_streams, spec.norm_eps
     rank = spec.residual.low_rank
     cases: dict[str, tuple[Any, ...]] = {
@@ -181,6 +194,16 @@ def _attention_cases(
 def _expert_cases(spec: MoeSpec, hidden: int, new: Inputs) -> dict[str, tuple[Any, ...]]:
     experts, inner, top_k = min(spec.num_experts, MAX_EXPERTS), spec.intermediate, spec.top_k
     local = new.uniform(TOKENS, 2 * MAX_EXPERTS).argsort(dim=1)[:, :top_k]
+    routes = (
+        new.values(TOKENS, hidden), new.uniform(TOKENS, top_k).to(new.dtype),
+        torch.where(local < experts, local, -1),
+    )  # fmt: skip
+    banks = (
+        new.values(experts, 2 * inner, hidden, scale=hidden**-0.5),
+        new.values(experts, hidden, inner, scale=inner**-0.5),
+    )
+    form = W8_SYM if hidden % W4B32.group or inner % W4B32.group else W4B32
+    codes, scale = quantise_table(new.values(TOKENS, hidden))
     return {
         "route": (new.values(TOKENS, spec.num_experts), top_k, spec.normalise_top_k),
         "gated_swiglu": (new.values(TOKENS, 2 * inner), new.values(TOKENS, 1)),
@@ -188,10 +211,12 @@ def _expert_cases(spec: MoeSpec, hidden: int, new: Inputs) -> dict[str, tuple[An
             new.values(TOKENS, hidden), new.values(2 * inner, hidden, scale=hidden**-0.5),
             new.values(hidden, inner, scale=inner**-0.5),
         ),
-        "moe_experts": (
-            new.values(TOKENS, hidden), new.uniform(TOKENS, top_k).to(new.dtype),
-            torch.where(local < experts, local, -1),
-            new.values(experts, 2 * inner, hidden, scale=hidden**-0.5),
-            new.values(experts, hidden, inner, scale=inner**-0.5),
+        "moe_experts": (*routes, *banks),
+        "packed_experts": (*routes, *(quantise(bank, form) for bank in banks), False),
+        "packed_experts int8": (*routes, *(quantise(bank, W8_SYM) for bank in banks), True),
+        "packed_linear": (routes[0], quantise(banks[0][0], form), False),
+        "packed_linear int8": (routes[0], quantise(banks[0][0], W8_SYM), True),
+        "packed_table_rows": (
+            codes.view(torch.uint8), scale, local.clamp_max(TOKENS - 1), 0, new.dtype,
         ),
     }  # fmt: skip

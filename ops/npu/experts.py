@@ -45,8 +45,8 @@ def moe_experts(x: Tensor, weights: Tensor, local: Tensor, gate_up: Tensor, down
     if owned == 0 or x.shape[0] == 0:
         return _no_experts(x, weights, local, gate_up, down)
     rows, row_of, ends, is_ours = dispatch(x, local, owned)
-    hidden = library.library().npu_swiglu(_grouped(rows, gate_up, ends))
-    return combine(_grouped(hidden, down, ends), row_of, ends, weights, is_ours)
+    hidden = library.library().npu_swiglu(grouped(rows, gate_up, ends))
+    return combine(grouped(hidden, down, ends), row_of, ends, weights, is_ours)
 
 
 def dispatch(x: Tensor, local: Tensor, owned: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
@@ -77,7 +77,7 @@ def combine(
     return summed
 
 
-def _grouped(rows: Tensor, bank: Tensor, ends: Tensor) -> Tensor:
+def grouped(rows: Tensor, bank: Tensor, ends: Tensor) -> Tensor:
     """rows [M, K] by segments times bank [experts, N, K] -> [M, N]; the operator wants K first."""
     (out,) = library.library().npu_grouped_matmul(
         [rows], [bank.transpose(1, 2)], group_list=ends, split_item=ONE_OUTPUT,
@@ -85,22 +85,6 @@ def _grouped(rows: Tensor, bank: Tensor, ends: Tensor) -> Tensor:
     )  # fmt: skip
     result: Tensor = out
     return result
-
-
-def w8a8_experts(
-    x: Tensor,  # [T, H] fp16
-    weights: Tensor,  # [T, k]
-    local: Tensor,  # [T, k] int64, -1 for a peer's
-    gate_up: Tensor,  # [owned, 2I, H] int8
-    gate_up_scale: Tensor,  # [owned, 2I] fp32
-    down: Tensor,  # [owned, H, I] int8
-    down_scale: Tensor,  # [owned, H] fp32
-) -> Tensor:
-    """The same with int8 banks; activations are quantised a token inside the operator (310P)."""
-    rows, row_of, ends, is_ours = dispatch(x, local, gate_up.shape[0])
-    product = library.library().npu_quant_grouped_matmul_dequant
-    hidden = library.library().npu_swiglu(product(rows, gate_up, gate_up_scale, ends))
-    return combine(product(hidden, down, down_scale, ends), row_of, ends, weights, is_ours)
 
 
 OPERATORS = (route, gated_swiglu, swiglu_mlp, moe_experts)

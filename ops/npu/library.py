@@ -11,13 +11,14 @@ import importlib
 from collections.abc import Callable
 from typing import Any
 
-from ops.npu.manifest import MANIFEST
+from ops.npu.manifest import MANIFEST, Evidence
 from ops.spec import ContractError
 
 
 class NpuLibrary:
-    """Operators as attributes, `npu_rms_norm` for one; ContractError for one not in the manifest.
+    """Operators as attributes, `npu_rms_norm` for one.
 
+    ContractError for one that is not in the manifest, or there for its schema alone.
     `find` gives the namespace that holds an operator: "npu" or "atb".
     """
 
@@ -29,6 +30,10 @@ class NpuLibrary:
         if call is None:
             raise ContractError(
                 f"{name} is not in ops/npu/manifest.py: enter its schema and evidence first"
+            )
+        if Evidence.SCHEMA in call.evidence:
+            raise ContractError(
+                f"{name} is in ops/npu/manifest.py for its schema alone: enter why it would run"
             )
         function: Callable[..., Any] = getattr(self._find(call.namespace), name)
         setattr(self, name, function)

@@ -1,7 +1,12 @@
 """Every operator of torch_npu that the npu backend calls: schema, chips, evidence, number types.
 
 A call that is not here fails (`ops/npu/library.py`). A test compares the schemas with those of the
-installed torch_npu; that of 2.10.0.post4, 2.13.0 and 2.14.0 is the same for all entries.
+installed torch_npu; that of 2.10.0.post4, 2.13.0 and 2.14.0 is the same for all entries. Of ATB's
+operators the text of 2.10.0.post4 and 2.13.0 was compared; 2.14.0 has the same types of arguments.
+
+The gating operators (npu_moe_gating_top_k_softmax, npu_moe_gating_top_k) are left out: CANN's pages
+do not list the Atlas inference series for the first and name no order of equal scores, where the
+router promises the lowest id; the second is of the same chips.
 """
 
 from __future__ import annotations
@@ -19,6 +24,7 @@ class Evidence(StrEnum):
     USED_BY_OTHERS = "vllm-310p"  # vllm-ascend calls it on a 310P (August 2026, CANN 9.1.0)
     OTHER_CHIPS = "doc-no"  # documented for A2 and A3 only
     HOST = "host"  # layout and memory only, nothing is computed
+    SCHEMA = "schema"  # its schema is compared with the live one, and nothing calls it
 
 
 @dataclass(frozen=True)
@@ -97,7 +103,16 @@ _CALLS = (
         'str? quant_mode="pertoken") -> Tensor',
         (Evidence.DOCUMENTED, Evidence.USED_BY_OTHERS),
         "float16 x, int8 weight [E, N, K], float32 scale [E, N], int64 cumulated counts",
-        "310P only",
+        "310P only; no empty tensor, N and K multiples of 16; weight in rows or FRACTAL_NZ",
+    ),
+    NpuCall(
+        "npu_quant_matmul_dequant",
+        "npu::npu_quant_matmul_dequant(Tensor x, Tensor quantized_weight, Tensor weight_scale, *, "
+        "Tensor? bias=None, Tensor? x_scale=None, Tensor? x_offset=None, "
+        'Tensor? smooth_scale=None, str? quant_mode="pertoken") -> Tensor',
+        (Evidence.DOCUMENTED,),
+        "float16 x, int8 weight [N, K], float32 scale [N]",
+        "310P only; N and K multiples of 16 here, as the grouped one wants them",
     ),
     NpuCall(
         "npu_scatter_nd_update_",
@@ -125,6 +140,45 @@ _CALLS = (
         (Evidence.DOCUMENTED, Evidence.USED_BY_OTHERS),
         "float16, int8",
         "refuses a size of 1 for FRACTAL_NZ",
+    ),
+    NpuCall(
+        "_npu_reshape_and_cache",
+        "atb::_npu_reshape_and_cache(Tensor key, Tensor value, Tensor(a!) key_cache, "
+        "Tensor(b!) value_cache, Tensor slot_indices) -> ()",
+        (Evidence.SCHEMA, Evidence.USED_BY_OTHERS),
+        "float16; slots int32",
+        "caches in FRACTAL_NZ, [pages, heads * width / 16, page tokens, 16]",
+        namespace="atb",
+    ),
+    NpuCall(
+        "_npu_paged_attention",
+        "atb::_npu_paged_attention(Tensor query, Tensor key_cache, Tensor value_cache, "
+        "int num_kv_heads, int num_heads, float scale_value, Tensor block_table, "
+        "Tensor context_lens, Tensor(a!) out, *, Tensor? workspace=None) -> ()",
+        (Evidence.SCHEMA, Evidence.USED_BY_OTHERS),
+        "float16; table and lengths int32, lengths on the host",
+        "dense decode alone: our layers attend to chosen blocks",
+        namespace="atb",
+    ),
+    NpuCall(
+        "_npu_paged_attention_splitfuse",
+        "atb::_npu_paged_attention_splitfuse(Tensor query, Tensor key_cache, Tensor value_cache, "
+        "Tensor block_table, Tensor context_lens, Tensor mask, Tensor seq_len, "
+        "int num_kv_heads, int num_heads, float scale_value, Tensor(a!) out) -> ()",
+        (Evidence.SCHEMA, Evidence.USED_BY_OTHERS),
+        "float16; lengths int32 on the host",
+        "prefill chunks behind a cached context",
+        namespace="atb",
+    ),
+    NpuCall(
+        "_npu_flash_attention",
+        "atb::_npu_flash_attention(Tensor query, Tensor key, Tensor value, Tensor mask, "
+        "Tensor seq_len, float scale_value, int num_heads, int num_kv_heads, "
+        "Tensor(a!) out) -> ()",
+        (Evidence.SCHEMA, Evidence.USED_BY_OTHERS),
+        "float16; mask float16 in FRACTAL_NZ, lengths int32 on the host",
+        "self-attention of whole prompts",
+        namespace="atb",
     ),
     NpuCall(
         "get_npu_format",

@@ -14,6 +14,8 @@ _INTEGERS = (torch.bool, torch.uint8, torch.int8, torch.int16, torch.int32, torc
 @dataclass(frozen=True)
 class SocProfile:
     """One family of chips. `max_graphs_in_gang` is for more than one rank; 0: no limit.
+    `has_int8_rows`: products of int8 matrices that quantise their input rows themselves
+    (npu_quant_grouped_matmul_dequant, documented for this family alone).
 
     Types beside `dtypes` are refused: on a 310P bf16 and fp8 do not exist in the operator packages
     or in HCCL, and fp64 has no native arithmetic. Two graphs with more than one rank: a third one
@@ -25,6 +27,7 @@ class SocProfile:
     dtypes: tuple[torch.dtype, ...]
     weights_in_tiles: bool  # FRACTAL_NZ pays for fp16 operands of matrix products
     max_graphs_in_gang: int = 0
+    has_int8_rows: bool = False
 
     def refuses(self, dtype: torch.dtype) -> str | None:
         """Why a tensor of `dtype` can't be used here; None when it can."""
@@ -39,6 +42,7 @@ ATLAS_310P = SocProfile(
     (torch.float16, torch.float32, *_INTEGERS),
     weights_in_tiles=True,
     max_graphs_in_gang=2,
+    has_int8_rows=True,
 )
 ATLAS_A2 = SocProfile(
     "Ascend 910B",

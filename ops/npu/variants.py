@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ops.npu import attention, delta, experts, norms, rope
+from ops.npu import attention, custom, delta, experts, norms, packed, rope
 from ops.npu.manifest import TORCH_NPU_VERSIONS
 from ops.npu.soc import find_soc
 from ops.registry import register
@@ -27,6 +27,13 @@ def _runs_there(capability: Capability) -> str | None:
     return _version_fits(capability.version(COMPONENT))
 
 
+def _multiplies_int8_rows(capability: Capability) -> str | None:
+    reason = _runs_there(capability)
+    if reason is None and not find_soc(capability.soc).has_int8_rows:
+        return f"int8 products that quantise their input are not for {capability.soc}"
+    return reason
+
+
 def _version_fits(version: str | None) -> str | None:
     low, high = (tuple(map(int, text.split("."))) for text in TORCH_NPU_VERSIONS)
     if version is None:
@@ -44,6 +51,8 @@ _OPERATORS = (
     *attention.OPERATORS,
     *delta.OPERATORS,
 )
-VARIANTS: tuple[Implementation, ...] = tuple(
-    register(f.__name__, f, _BACKEND, 1, _runs_there) for f in _OPERATORS
+VARIANTS: tuple[Implementation, ...] = (
+    *(register(f.__name__, f, _BACKEND, 1, _runs_there) for f in _OPERATORS),
+    *(register(f.__name__, f, _BACKEND, 1, _multiplies_int8_rows) for f in packed.OPERATORS),
+    *(custom.variant_of(path, _multiplies_int8_rows) for path in [custom.find()] if path),
 )

@@ -52,7 +52,8 @@ def test_schemas_are_those_of_the_installed_torch_npu(
 
 def test_every_operator_called_is_in_the_manifest_and_no_other() -> None:
     called = set().union(*(operator_names(tree) for _, tree in sources()))
-    assert called - {"npu_smi", "npu_ids"} == set(MANIFEST) - {"get_npu_format"}
+    unused = {name for name, call in MANIFEST.items() if Evidence.SCHEMA in call.evidence}
+    assert called - {"npu_smi", "npu_ids"} == set(MANIFEST) - unused - {"get_npu_format"}
 
 
 def test_the_check_sees_a_call_of_another_operator() -> None:
@@ -82,6 +83,17 @@ def test_torch_npu_is_imported_in_three_places_and_late() -> None:
 def test_an_operator_outside_the_manifest_is_refused() -> None:
     with pytest.raises(ContractError, match=r"npu_ffn is not in ops/npu/manifest\.py"):
         NpuLibrary(lambda namespace: None).npu_ffn  # noqa: B018
+
+
+def test_an_operator_that_is_known_by_its_schema_alone_is_not_called() -> None:
+    with pytest.raises(ContractError, match=r"_npu_paged_attention is in .*schema alone"):
+        NpuLibrary(lambda namespace: None)._npu_paged_attention  # noqa: B018
+
+
+def test_atb_is_entered_for_its_schemas() -> None:
+    atb = {name: call for name, call in MANIFEST.items() if call.namespace == "atb"}
+    assert {"_npu_reshape_and_cache", "_npu_paged_attention", "_npu_flash_attention"} <= set(atb)
+    assert all(Evidence.SCHEMA in call.evidence for call in atb.values())
 
 
 def test_each_entry_says_why_it_is_believed_to_run() -> None:
