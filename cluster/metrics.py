@@ -223,8 +223,10 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "nrank_graph_eager_fallbacks_total",
         _C,
-        "Steps that a captured graph should have run and didn't; 0 where none is captured",
-        _RANK,
+        "Decode steps that no captured graph ran; 0 where none is asked for. By design: drafts, "
+        "and check, which compares decisions. refused: none could be captured; rows: more than the "
+        "largest has; unsampled: a row was not sampled",
+        ("rank", "reason"),
     ),
     MetricSpec(
         "nrank_collective_seconds", _S, "Time in collectives a step with work", _RANK, "seconds"

@@ -83,7 +83,6 @@ _LEADER_COUNTER_SPLITS = {
 _RANK_COUNTERS = {
     "nrank_expert_tokens_total": "expert_tokens",
     "nrank_weights_loaded_bytes_total": "weights_read_bytes",
-    "nrank_graph_eager_fallbacks_total": "eager_fallbacks",
 }
 _RANK_GAUGES = {
     "nrank_weights_planned_bytes": "weights_planned_bytes",
@@ -96,6 +95,7 @@ _RANK_GAUGE_SPLITS = {
 _RANK_COUNTER_SPLITS = {
     "nrank_state_copy_bytes_total": _Split("kind", _copy_bytes),
     "nrank_rank_step_part_seconds_total": _Split("part", lambda one: one.step_parts),
+    "nrank_graph_eager_fallbacks_total": _Split("reason", lambda one: one.eager_fallbacks),
 }
 _RANK_SUMMARIES = {
     "nrank_rank_step_seconds": "step_seconds",

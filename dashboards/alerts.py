@@ -9,7 +9,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from dashboards.query import series
+from dashboards.query import UNPLANNED_FALLBACK, series
 
 WARNING, CRITICAL = "warning", "critical"
 NEAR_CELSIUS = 4  # so far below the limit at which ranks are held
@@ -159,11 +159,12 @@ ALERTS = (
     ),
     Alert(
         "NrankEagerFallback",
-        f"{_increase('nrank_graph_eager_fallbacks_total', '10m')} > 0",
+        f"{_increase('nrank_graph_eager_fallbacks_total', '10m', UNPLANNED_FALLBACK)} > 0",
         "0s",
         WARNING,
-        "steps of {{ $labels.instance }} run outside captured graphs",
-        "The log of rank 0 tells why; the step takes longer and nothing is wrong in its result.",
+        "decode steps of {{ $labels.instance }} run outside captured graphs",
+        "nrank_graph_eager_fallbacks_total has the reason, for refused the log of rank 0 has more; "
+        "the step takes longer and nothing is wrong in its result.",
     ),
 )
 

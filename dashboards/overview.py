@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dashboards.panel import Board, Panel, Query, Variable
-from dashboards.query import quantile, rate, ratio, series, total
+from dashboards.query import UNPLANNED_FALLBACK, quantile, rate, ratio, series, total
 
 INSTANCE = Variable("instance", "Server", "label_values(nrank_build_info, instance)")
 
@@ -151,12 +151,15 @@ ENDS = (
     ),
     Panel(
         "What should not happen",
-        "nrank_nonfinite_rows_total, nrank_graph_eager_fallbacks_total and "
-        "nrank_preemptions_total; nrank_integrity_checks_total counts checks that passed.",
+        "nrank_nonfinite_rows_total, nrank_graph_eager_fallbacks_total but for drafts and check, "
+        "and nrank_preemptions_total; nrank_integrity_checks_total counts checks that passed.",
         "ops",
         (
             Query(total(rate("nrank_nonfinite_rows_total")), "rows that weren't finite"),
-            Query(total(rate("nrank_graph_eager_fallbacks_total")), "steps outside graphs"),
+            Query(
+                total(rate("nrank_graph_eager_fallbacks_total", UNPLANNED_FALLBACK)),
+                "steps outside graphs",
+            ),
             Query(total(rate("nrank_preemptions_total")), "preemptions"),
             Query(total(rate("nrank_integrity_checks_total")), "checks that passed"),
         ),

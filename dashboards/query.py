@@ -19,6 +19,10 @@ _SUFFIXES = {
 }
 
 
+# Steps with drafts and with compared decisions are outside graphs by design.
+UNPLANNED_FALLBACK = 'reason=~"refused|rows|unsampled"'
+
+
 def series(name: str, where: str = "", part: str = "", scope: str = EACH_INSTANCE) -> str:
     """A selector: `where` are further matchers, `part` the suffix of a histogram or summary.
 

@@ -96,6 +96,21 @@ STEP = (
         (Query(total(rate("nrank_expert_tokens_total"), "rank"), "rank {{rank}}"),),
         width=6,
     ),
+    Panel(
+        "Decode steps outside graphs",
+        "nrank_graph_eager_fallbacks_total by reason: drafts and check are by design, refused says "
+        "that no graph could be captured, rows that the largest is too small. Nothing where none "
+        "is asked for.",
+        "ops",
+        (
+            Query(
+                total(rate("nrank_graph_eager_fallbacks_total"), "rank", "reason"),
+                "rank {{rank}} {{reason}}",
+            ),
+        ),
+        width=24,
+        height=6,
+    ),
 )
 MEMORY = (
     Panel(

@@ -25,6 +25,9 @@ from rank_worker.model import Model
 
 _log = logging.getLogger(__name__)
 
+# Why no graph took a decode step: none could be recorded; ranks compared their decisions in it; a
+# row carried drafts; it had more rows than the largest graph; not all of its rows were sampled.
+FALLBACKS = ("refused", "check", "drafts", "rows", "unsampled")
 TOLERANCE = 1e-2  # of the largest logit, between a replay and the same step without a graph
 
 
@@ -41,10 +44,13 @@ def graph_sizes(max_rows: int, max_graphs: int | None) -> tuple[int, ...]:
 
 @dataclass
 class GraphCounts:
-    """Decode steps since the start, by how their forward pass ran; and why there are no graphs."""
+    """Decode steps since the start, by how their forward pass ran; and why there are no graphs.
+
+    `eager` has a count for each of FALLBACKS; all stay 0 where no graphs are asked for.
+    """
 
     replayed: int = 0
-    eager: int = 0
+    eager: dict[str, int] = field(default_factory=lambda: dict.fromkeys(FALLBACKS, 0))
     refused: str = ""
 
 
@@ -127,15 +133,28 @@ class DecodeGraphs:
         return [tensor[0].clone() for tensor in self.model.slot_tensors()]
 
     def takes(self, batch: StepBatch) -> bool:
-        """Whether a graph fits; counts the decode steps that none does."""
-        if batch.prefill or not batch.groups:
+        """Whether a graph fits; counts the decode steps that one could have been for."""
+        is_asked = bool(self._recorded or self.counts.refused)
+        if batch.prefill or not batch.groups or not is_asked:
             return False
-        group = batch.groups[0]
-        fits = len(batch.groups) == 1 and not group.is_draft and batch.decisions is None
-        fits = fits and batch.all_sampled and len(group.starts) <= max(self._recorded, default=0)
-        self.counts.replayed += fits
-        self.counts.eager += not fits
-        return fits
+        reason = self._fallback(batch)
+        if reason:
+            self.counts.eager[reason] += 1
+        else:
+            self.counts.replayed += 1
+        return not reason
+
+    def _fallback(self, batch: StepBatch) -> str:
+        """One of FALLBACKS; empty where a graph fits."""
+        if self.counts.refused:
+            return "refused"
+        if batch.decisions is not None:
+            return "check"
+        if batch.drafts is not None:
+            return "drafts"
+        if len(batch.groups[0].starts) > max(self._recorded):
+            return "rows"
+        return "" if batch.all_sampled else "unsampled"
 
     def forward(self, batch: StepBatch) -> tuple[Tensor, Tensor]:
         """What `Model.forward` gives; the next replay writes over it."""

@@ -161,7 +161,7 @@ class RankSnapshot:
     warm_step_seconds: float = 0.0  # a decode step of one row, measured before serving
     expert_tokens: int = 0  # token-expert pairs this rank computed, warm-up left out
     nonfinite_rows: int = 0
-    eager_fallbacks: int = 0  # steps that a captured graph should have run
+    eager_fallbacks: dict[str, int] = field(default_factory=dict)  # decode steps outside graphs
     ops: dict[str, str] = field(default_factory=dict)  # operator -> implementation
     prefill_owed_seconds: float = 0.0  # see rank_worker.pacing
     integrity_checks: int = 0  # of pages, slots and states, that passed

@@ -45,6 +45,7 @@ from rank_worker.parts import Parts
 from rank_worker.rank_figures import (
     copy_figures,
     draft_figures,
+    eager_fallbacks,
     op_implementations,
     prefix_figures,
     recurrent_dtype,
@@ -432,6 +433,7 @@ class Rank:
             warm_step_seconds=self._warm_step_seconds,
             expert_tokens=self._expert_tokens(),
             nonfinite_rows=self._nonfinite_rows,
+            eager_fallbacks=eager_fallbacks(runner),
             ops=op_implementations(runner) if self.rank == 0 else {},
             prefill_owed_seconds=scheduler.pacer.owed_s if scheduler else 0.0,
             integrity_checks=self._integrity_checks,

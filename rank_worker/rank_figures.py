@@ -87,6 +87,11 @@ def step_parts(runner: Runner | None) -> dict[str, float]:
     return {part.value: max(0.0, seconds) for part, seconds in runner.model.clock.seconds.items()}
 
 
+def eager_fallbacks(runner: Runner | None) -> dict[str, int]:
+    """Decode steps that no graph took by `decode_graphs.FALLBACKS`; nothing before the load."""
+    return {} if runner is None else dict(runner.graphs.counts.eager)
+
+
 def op_implementations(runner: Runner | None) -> dict[str, str]:
     """Operator -> what computes it, as its module and function are named."""
     if runner is None:

@@ -18,6 +18,9 @@ from deploy.gpqa.endpoint import Endpoint
 from deploy.gpqa.records import Counters
 from placement.errors import ConfigError, NrankError
 
+EAGER = "nrank_graph_eager_fallbacks_total"
+BY_DESIGN = ("drafts", "check")  # no graph has drafts, or compares decisions
+
 
 class ServerFailure(NrankError):
     """The server doesn't answer, or not like one (exit code 1)."""
@@ -72,16 +75,18 @@ async def read_counters(endpoint: Endpoint) -> Counters | None:
         time.time(),
         draft_tokens=sums.get("nrank_spec_decode_draft_tokens_total"),
         accepted_tokens=sums.get("nrank_spec_decode_accepted_tokens_total"),
-        eager_fallbacks=sums.get("nrank_graph_eager_fallbacks_total"),
+        eager_fallbacks=sums.get(EAGER),
         held_s=sums.get("nrank_hold_seconds_total"),
     )
 
 
 def _sums(text: str) -> Mapping[str, float]:
-    """Sample name -> sum over its labels."""
+    """Sample name -> sum over its labels, without what is outside graphs by design."""
     sums: dict[str, float] = {}
     for family in text_string_to_metric_families(text):
         for sample in family.samples:
+            if sample.name == EAGER and sample.labels.get("reason") in BY_DESIGN:
+                continue
             sums[sample.name] = sums.get(sample.name, 0.0) + sample.value
     return sums
 

@@ -123,8 +123,11 @@ CASES = {
     ),
     "NrankStepsStall": Case(steps("1x60", "0+20x10 200x50"), steps("1x60", "200x60", "1x60")),
     "NrankEagerFallback": Case(
-        (row("nrank_graph_eager_fallbacks_total", "0x20 0+1x40", rank="0"),),
-        (row("nrank_graph_eager_fallbacks_total", "0x60", rank="0"),),
+        (row("nrank_graph_eager_fallbacks_total", "0x20 0+1x40", rank="0", reason="rows"),),
+        (
+            row("nrank_graph_eager_fallbacks_total", "0x60", rank="0", reason="refused"),
+            row("nrank_graph_eager_fallbacks_total", "0+1x60", rank="0", reason="drafts"),
+        ),
     ),
 }
 MORE = {

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -10,7 +11,7 @@ import torch
 
 import rank_worker.rank as rank_module
 from ops.spec import Capability
-from rank_worker.decode_graphs import graph_sizes
+from rank_worker.decode_graphs import FALLBACKS, DecodeGraphs, graph_sizes
 from rank_worker.device import CpuDevice
 from rank_worker.launch import Engine
 from rank_worker.messages import EngineRequest
@@ -70,6 +71,33 @@ def test_sizes_of_graphs(max_rows: int, max_graphs: int | None, expected: tuple[
     assert graph_sizes(max_rows, max_graphs) == expected
 
 
+@pytest.mark.parametrize(
+    ("changes", "reason"),
+    [
+        ({}, ""),
+        ({"decisions": []}, "check"),
+        ({"drafts": True}, "drafts"),
+        ({"rows": 3}, "rows"),
+        ({"all_sampled": False}, "unsampled"),
+        ({"refused": "event resources"}, "refused"),
+    ],
+)
+def test_a_decode_step_outside_graphs_has_one_reason(changes: dict[str, Any], reason: str) -> None:
+    step: dict[str, Any] = {"rows": 2, "decisions": None, "drafts": None, "all_sampled": True}
+    step |= {"prefill": (), **changes}
+    group = SimpleNamespace(starts=(0,) * step.pop("rows"))
+    nothing: Any = None
+    graphs = DecodeGraphs(nothing, nothing, nothing, 64)
+    batch: Any = SimpleNamespace(groups=(group,), **step)
+    assert not graphs.takes(batch)  # nothing is asked for, and nothing counted
+    assert sum(graphs.counts.eager.values()) == graphs.counts.replayed == 0
+    graphs.counts.refused = changes.get("refused", "")
+    graphs._recorded = {} if graphs.counts.refused else {1: nothing, 2: nothing}
+    assert graphs.takes(batch) == (not reason)
+    assert set(graphs.counts.eager) == set(FALLBACKS)
+    assert {name for name, count in graphs.counts.eager.items() if count} == ({reason} - {""})
+
+
 @pytest.fixture
 def replaying(
     launched: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
@@ -104,6 +132,7 @@ def test_replayed_steps_give_the_reference_ids(
         assert device.recorded == (4 if graphs is None else 2)
         assert not counts.refused
         assert counts.replayed > 20
+        assert {name for name, count in counts.eager.items() if count} <= {"check"}
 
 
 def test_drafts_and_checked_steps_run_without_a_graph(
@@ -111,7 +140,10 @@ def test_drafts_and_checked_steps_run_without_a_graph(
 ) -> None:
     with replaying(ReplayingDevice(), mtp=2, mtp_auto=False) as engine:
         check(engine, golden("embedded"))
-        assert engine.rank0.runner.graphs.counts.eager > 10
+        told = engine.rank0.snapshot().eager_fallbacks
+        assert told == engine.rank0.runner.graphs.counts.eager
+        assert told["drafts"] > 10
+        assert told["refused"] == told["rows"] == told["unsampled"] == 0
 
 
 def test_a_graph_that_misses_its_input_is_not_used(
@@ -122,7 +154,8 @@ def test_a_graph_that_misses_its_input_is_not_used(
         assert "differs" in counts.refused or "does not follow" in counts.refused
         check(engine, golden("embedded"))
         assert counts.replayed == 0
-        assert counts.eager > 20
+        assert counts.eager["refused"] > 20
+        assert sum(counts.eager.values()) == counts.eager["refused"]
 
 
 def test_operators_that_update_states_row_by_row_are_noticed(

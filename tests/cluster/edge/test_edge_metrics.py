@@ -222,7 +222,21 @@ def test_the_split_of_steps_and_the_operators(metrics: EngineMetrics, read: Read
     assert read(name, rank="1", part="collective_wait") == 0.5
     assert read(name, rank="0", part="host") is None
     assert read("nrank_op_info", op="linear", implementation="ops.cpu.dense.linear") == 1
-    assert read("nrank_graph_eager_fallbacks_total", rank="1") == 0
+
+
+def test_decode_steps_outside_graphs_are_summed_by_reason(
+    metrics: EngineMetrics, read: Read
+) -> None:
+    first = {"rows": 0, "check": 2}
+    metrics.update_snapshots([replace(SNAPSHOT, rank=1, eager_fallbacks=first)])
+    assert read("nrank_graph_eager_fallbacks_total", rank="1", reason="rows") == 0
+    later = replace(SNAPSHOT, rank=1, step=11, eager_fallbacks={"rows": 1, "check": 3})
+    metrics.update_snapshots([later])
+    restarted = replace(SNAPSHOT, rank=1, epoch=2, step=0, eager_fallbacks={"rows": 4, "check": 0})
+    metrics.update_snapshots([restarted])
+    assert read("nrank_graph_eager_fallbacks_total", rank="1", reason="rows") == 5
+    assert read("nrank_graph_eager_fallbacks_total", rank="1", reason="check") == 3
+    assert read("nrank_graph_eager_fallbacks_total", rank="0", reason="rows") is None
 
 
 def test_a_plan_stands_beside_what_is_measured(metrics: EngineMetrics, read: Read) -> None:

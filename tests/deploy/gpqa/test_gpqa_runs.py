@@ -277,8 +277,9 @@ def test_counters_of_the_server_make_intervals(run: Run, monkeypatch: pytest.Mon
     text = (
         'nrank_spec_decode_draft_tokens_total{{model_name="m"}} {0}\n'
         'nrank_spec_decode_accepted_tokens_total{{model_name="m"}} {1}\n'
-        'nrank_graph_eager_fallbacks_total{{rank="0"}} {2}\n'
-        'nrank_graph_eager_fallbacks_total{{rank="1"}} {2}\n'
+        'nrank_graph_eager_fallbacks_total{{rank="0",reason="rows"}} {2}\n'
+        'nrank_graph_eager_fallbacks_total{{rank="1",reason="rows"}} {2}\n'
+        'nrank_graph_eager_fallbacks_total{{rank="1",reason="drafts"}} 7{2}\n'
         'nrank_hold_seconds_total{{cause="heat"}} {3}\n'
     )
     looks = [(10, 5, 0, 0), (50, 5, 1, 2), (90, 30, 1, 2), (20, 10, 1, 3)]
