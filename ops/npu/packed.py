@@ -119,7 +119,7 @@ def packed_experts(
         hidden = library.library().npu_swiglu(_int8_product(rows, *_int8_bank(gate_up), ends))
         out = _int8_product(hidden, *_int8_bank(down), ends)
         return combine(out, row_of, ends, weights, is_ours)
-    experts, places = active(local, owned)
+    experts, places = active(local.to(torch.int32), owned)  # 64 bits leave the chip for its AI CPU
     step = experts_at_once(gate_up, down, int8_activations)
     parts = []
     for start in range(0, len(experts), step):
@@ -151,13 +151,13 @@ def active(local: Tensor, owned: int) -> tuple[Tensor, Tensor]:
     Ids [min(owned, T * k)], the busy ones first and in order, then others; places [T, k] among
     them, -1 for a peer's route.
     """
-    every = torch.arange(owned, device=local.device)
+    every = torch.arange(owned, dtype=local.dtype, device=local.device)
     if local.numel() >= owned:
         return every, local
     busy = (local.flatten()[:, None] == every).any(dim=0)
     key = torch.where(busy, every, every + owned).to(torch.float32)
     experts = torch.sort(key).indices[: local.numel()]
-    place = busy.to(torch.float32).cumsum(0).to(torch.int64) - 1
+    place = busy.to(torch.float32).cumsum(0).to(local.dtype) - 1
     chosen = place.index_select(0, local.clamp_min(0).flatten()).view(local.shape)
     return experts, torch.where(local >= 0, chosen, -1)
 
