@@ -67,11 +67,11 @@ def pack_matrix(
     """Stored tensors by name, and the receipt. CheckpointError for a value that isn't finite."""
     rows, columns = matrix.shape
     band = max(BAND_ROWS, BAND_BYTES // (4 * max(columns, 1)) // BAND_ROWS * BAND_ROWS)
-    spans = [(first, min(first + band, rows)) for first in range(0, rows, band)]
+    spans = [(first, min(first + band, rows)) for first in range(0, rows, band)] or [(0, 0)]
     largest = None
     if form.tensor_bytes:  # one scale stands for all rows, which are read twice
         largest = max((_largest(source.rows(matrix, *span)) for span in spans), default=0.0)
-    parts, deviations = [], Deviations()
+    whole, deviations = None, Deviations()
     for span in spans:
         values = source.rows(matrix, *span)
         try:
@@ -80,8 +80,10 @@ def pack_matrix(
             raise not_finite(matrix.header.file, matrix.name) from error
         _require_scales(matrix, packed)
         deviations.add(values, dequantised(packed))
-        parts.append(packed)
-    tensors = stored(base_name(matrix), _joined(parts), writer_of(form))
+        whole = _room_for(packed, matrix.shape) if whole is None else whole
+        _put(packed, whole, span[0])
+    assert whole is not None
+    tensors = stored(base_name(matrix), whole, writer_of(form))
     return tensors, deviations.receipt(matrix.name, form)
 
 
@@ -120,18 +122,30 @@ def base_name(matrix: Matrix) -> str:
     return matrix.name.removesuffix(".weight")
 
 
-def _joined(parts: list[Packed]) -> Packed:
-    if len(parts) == 1:
-        return parts[0]
-    zeros = [part.zero for part in parts if part.zero is not None]
-    codes = torch.cat([part.codes.view(torch.uint8) for part in parts])
+def _room_for(band: Packed, shape: tuple[int, int]) -> Packed:
+    """What all bands of a matrix go into. Bands that are kept until they are joined lie between
+    what was freed, so that the next one finds no room there: seven times the packed size was seen.
+    """
+    counts = band.form.scale_counts(shape)
     return replace(
-        parts[0],
-        shape=(sum(part.shape[0] for part in parts), parts[0].shape[1]),
-        codes=codes.view(parts[0].codes.dtype),
-        scale=torch.cat([part.scale for part in parts]),
-        zero=torch.cat(zeros) if zeros else None,
+        band,
+        shape=shape,
+        codes=band.codes.new_empty(shape[0], band.codes.shape[1]),
+        scale=band.scale.new_empty(counts),
+        zero=None if band.zero is None else band.zero.new_empty(counts),
     )
+
+
+def _put(band: Packed, whole: Packed, first: int) -> None:
+    """`first`: the row that the band begins with."""
+    block = first // band.form.block_rows
+    pairs = [(whole.codes, band.codes, first), (whole.scale, band.scale, block)]
+    if whole.zero is not None and band.zero is not None:
+        pairs.append((whole.zero, band.zero, block))
+    for target, source, at in pairs:
+        if source.element_size() == 1:  # not every 8-bit float can be copied
+            target, source = target.view(torch.uint8), source.view(torch.uint8)
+        target[at : at + source.shape[0]] = source
 
 
 def _sum(a: Tensor, b: Tensor) -> float:
