@@ -17,6 +17,7 @@ from types import ModuleType
 from typing import Any
 
 import pytest
+import torch
 from safetensors.torch import save_file
 
 from deploy.cli import main
@@ -118,6 +119,32 @@ def test_a_gibibyte_takes_little_memory_and_survives_being_killed(
     child.communicate()
     assert child.returncode == 0
     assert files_of(killed) == files_of(whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+@pytest.mark.parametrize("name", ["nvfp4", "w8_sym"])
+def test_a_large_matrix_takes_little_more_than_its_packed_size(tmp_path: Path, name: str) -> None:
+    """As an output head: 146 MiB of 8-bit codes, 586 MiB of float32; in a process of its own."""
+    values = torch.randn(20000, 2560).bfloat16().repeat(3, 1)
+    save_file({"m.weight": values}, tmp_path / "m.safetensors")
+    program = (
+        "import re, sys\nfrom pathlib import Path\nimport torch\n"
+        "from deploy.quantize.packing import pack_matrix\n"
+        "from deploy.quantize.source import Matrix, Source\n"
+        "from placement.formats import FORMATS\nfrom placement.headers import read_file_headers\n"
+        "torch.set_num_threads(1)\n"
+        "peak = lambda: int(re.search('VmHWM:(.*)kB', Path('/proc/self/status').read_text())[1])\n"
+        "header = read_file_headers(sys.argv[1])[0]['m.weight']\n"
+        "matrix, before = Matrix('m.weight', header.shape, header, header.offset), peak()\n"
+        "with Source() as source:\n    pack_matrix(source, matrix, FORMATS[sys.argv[2]])\n"
+        "print(1024 * (peak() - before))"
+    )
+    line = [sys.executable, "-c", program, str(tmp_path / "m.safetensors"), name]
+    done = subprocess.run(line, cwd=ROOT, capture_output=True, text=True, check=True, timeout=500)
+    codes = 60000 * 2560 * FORMATS[name].bits // 8
+    print(f"{name}: {int(done.stdout) / MIB:.0f} MiB for {codes / MIB:.0f} of codes")
+    assert int(done.stdout) < 2 * codes + 160 * MIB
 
 
 def state(out: Path) -> str:
