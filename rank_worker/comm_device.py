@@ -4,7 +4,8 @@ One communicator a gang carries all traffic, because HCCL takes twice its buffer
 gathered and added in rank order, as in `comm_gloo`: all ranks get equal bits, and no reduction of
 the library is needed, whose list of types is short on a 310P (no int64, no bf16). A collective
 returns before it is done, so once a step is launched rank 0 tells where it is, how many collectives
-it has asked for, and which: a rank that asked for others says so before anybody waits for a chip.
+it has asked for, and which: a rank that asked for others says so before anybody waits for a chip,
+unless an operator of the step did.
 """
 
 from __future__ import annotations
