@@ -2,7 +2,8 @@
 
 A call that is not here fails (`ops/npu/library.py`). A test compares the schemas with those of the
 installed torch_npu; that of 2.10.0.post4, 2.13.0 and 2.14.0 is the same for all entries. Of ATB's
-operators the text of 2.10.0.post4 and 2.13.0 was compared; 2.14.0 has the same types of arguments.
+operators the text of 2.10.0.post4 and 2.13.0 was compared, of 2.14.0 the types of the arguments of
+`_npu_reshape_and_cache` alone.
 
 The gating operators (npu_moe_gating_top_k_softmax, npu_moe_gating_top_k) are left out: CANN's pages
 do not list the Atlas inference series for the first and name no order of equal scores, where the
