@@ -31,6 +31,7 @@ def wait_order(engine: Engine, order: Order) -> None:
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_a_hot_chip_brings_the_gang_to_rest_and_the_answer_stays_the_same(
     embedded_model_dir: Path,
     tmp_path: Path,

@@ -25,7 +25,7 @@ CONFIGS = (
     "GLM-5.3-Flash", "Qwen3.6-35B-A3B-FP8", "Qwen3.8-Flash-Next", "Qwen3.8-Flash-Next-FP8",
 )  # fmt: skip
 QUICK = (
-    ("GLM-5.3-Flash", 6), ("Qwen3.6-35B-A3B-FP8", 4), ("Qwen3.8-Flash-Next", 4),
+    ("Qwen3.6-35B-A3B-FP8", 4), ("Qwen3.8-Flash-Next", 4),
     ("Qwen3.8-Flash-Next-FP8", 6),
 )  # fmt: skip
 CELLS = [

@@ -122,7 +122,8 @@ def test_a_started_rank_holds_weights_once_and_the_planned_pools(embedded_model_
     measured = sum(rank.snapshot().memory_bytes.values())
     assert rank.plan is not None
     rows = rank.plan.ranks[0].rows
-    overhead = ("workspace", "reserve", "graph", "collective", "scales")
+    # Those of no tensor, and what ranks don't tell: their tables, counted under `make test-npu`.
+    overhead = ("workspace", "reserve", "graph", "collective", "scales", "padding", "tables")
     assert measured == sum(size for row, size in rows.items() if row not in overhead)
     assert probe.live <= 1.03 * measured, "weights that were packed stay a second time"
     head = rank.plan.ranks[0].share.ranges[Axis.VOCAB][1] * 192 * 4  # the largest one packed

@@ -37,7 +37,10 @@ def reference(case: Any, position: int) -> np.ndarray:
 
 
 @pytest.mark.parametrize("model", MODELS)
-@pytest.mark.parametrize(("ranks", "mtp", "reuse"), [(1, 0, False), (2, 2, True), (3, 3, False)])
+@pytest.mark.parametrize(
+    ("ranks", "mtp", "reuse"),
+    [(1, 0, False), (2, 2, True), pytest.param(3, 3, False, marks=pytest.mark.slow)],
+)
 def test_they_are_those_of_the_reference(
     engine_of: Engines, golden: Golden, model: str, ranks: int, mtp: int, reuse: bool
 ) -> None:

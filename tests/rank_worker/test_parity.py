@@ -23,8 +23,9 @@ from rank_worker.messages import EngineRequest, FinishReason
 LENGTHS = (1, 63, 64, 65, 300, 1100)
 MODELS = ("embedded", "random-8")
 Cell = tuple[str, int, int]  # model, ranks, chunk
-BATCHES: tuple[Cell, ...] = (
-    ("embedded", 1, 64), ("embedded", 2, 16), ("embedded", 2, 0),
+BATCHES = (
+    ("embedded", 1, 64), pytest.param("embedded", 2, 16, marks=pytest.mark.slow),
+    ("embedded", 2, 0),
     ("random-8", 1, 16), ("random-8", 1, 0), ("random-8", 2, 64),
 )  # fmt: skip
 QUICK_LOGITS: tuple[Cell, ...] = (("embedded", 2, 64), ("random-8", 1, 64))

@@ -141,7 +141,7 @@ def test_a_cut_at_97_ends_streams_with_an_error_and_ranks_stay(warm: HeatServer)
     assert [r["pid"] for r in server.status()["ranks"]] == pids
 
 
-@pytest.mark.parametrize("how", ["stuck", "broken"])
+@pytest.mark.parametrize("how", [pytest.param("stuck", marks=pytest.mark.slow), "broken"])
 def test_sensors_that_fail_raise_the_alarm_and_then_hold(warm: HeatServer, how: str) -> None:
     server = warm.server
     (stream,) = [server.stream("The river", 60).wait_events(1)]

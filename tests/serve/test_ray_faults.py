@@ -10,7 +10,7 @@ import pytest
 pytestmark = pytest.mark.ray
 
 
-@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("rank", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_killed_rank_ends_streams_with_an_error_and_the_gang_comes_back(healthy, rank):
     before = healthy.status()
     text = healthy.complete("The river", 12)

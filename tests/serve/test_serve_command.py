@@ -59,6 +59,7 @@ def test_a_second_signal_ends_the_drain_at_once(front, own_token, open_stream, s
     assert session_processes(own_token, (b"ray::",)) == []
 
 
+@pytest.mark.slow
 def test_sigint_before_it_is_ready_ends_with_130(front, own_token):
     one = front("--port", "0")
     one.read_to("starting Ray")

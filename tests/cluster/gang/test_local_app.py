@@ -276,6 +276,7 @@ def reference_loglikelihoods(model_dir: Path, whole: list[list[int]], last: int)
     return sums
 
 
+@pytest.mark.slow
 def test_loglikelihoods_of_an_evaluation_harness_are_the_models_own(
     serve: Any, embedded_model_dir: Path
 ) -> None:

@@ -122,6 +122,7 @@ def test_without_lengths_the_context_is_reached_by_doubling(run: Any, script: Sc
     assert default_lengths(100) == (100,)
 
 
+@pytest.mark.slow
 def test_a_real_run_that_is_killed_is_resumed(
     run: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

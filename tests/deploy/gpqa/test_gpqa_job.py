@@ -33,6 +33,7 @@ def start(run: Run, *more: object) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow
 def test_ten_kills_lose_nothing_and_repeat_nothing(run: Run) -> None:
     """Each process is killed while it waits for the answer to its n-th question."""
     generator = random.Random(11)
