@@ -39,10 +39,12 @@ class Scripted:
     def __init__(self) -> None:
         self.reads = 0
         self.closed = 0
-        self.gate = threading.Event()
+        self.gate, self.waits = threading.Event(), threading.Event()
         self.gate.set()
 
     def read(self) -> NodeReading:
+        if not self.gate.is_set():
+            self.waits.set()
         self.gate.wait(60)
         self.reads += 1
         return taken_now(self.name, (replace(CHIP, temperature_celsius=self.reads),))
@@ -179,6 +181,7 @@ def test_a_poller_that_was_replaced_publishes_nothing(
     sensors = opened(source)
     wait_for(lambda: sensors.latest() is not None)
     source.gate.clear()
+    assert source.waits.wait(30)  # what it read before is published
     other = NodeLock(tmp_path / f"{FILES}.lock", 0)
     assert other.take_from_stopped()
     mine = taken_now("other", (CHIP,))
