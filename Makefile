@@ -32,7 +32,7 @@ browser: $(STAMP)
 
 test: lint
 	@$(MAKE) --no-print-directory browser || echo "no Chromium: the status page goes untested"
-	$(BIN)/pytest -m "not slow" $(ARGS)
+	$(BIN)/python -m tests.halves $(ARGS)
 
 test-slow: $(STAMP)
 	$(BIN)/pytest -m slow $(ARGS)

@@ -223,9 +223,9 @@ METRICS: tuple[MetricSpec, ...] = (
     MetricSpec(
         "nrank_graph_eager_fallbacks_total",
         _C,
-        "Decode steps that no captured graph ran; 0 where none is asked for. By design: drafts, "
-        "and check, which compares decisions. refused: none could be captured; rows: more than the "
-        "largest has; unsampled: a row was not sampled",
+        "Decode steps that no captured graph ran; 0 where none is asked for. By design: mixed, "
+        "rows with drafts and rows without, and check, which compares decisions. refused: none "
+        "could be captured; rows: more than the largest has; unsampled: a row was not sampled",
         ("rank", "reason"),
     ),
     MetricSpec(

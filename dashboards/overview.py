@@ -151,7 +151,7 @@ ENDS = (
     ),
     Panel(
         "What should not happen",
-        "nrank_nonfinite_rows_total, nrank_graph_eager_fallbacks_total but for drafts and check, "
+        "nrank_nonfinite_rows_total, nrank_graph_eager_fallbacks_total but for mixed and check, "
         "and nrank_preemptions_total; nrank_integrity_checks_total counts checks that passed.",
         "ops",
         (

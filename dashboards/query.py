@@ -19,7 +19,7 @@ _SUFFIXES = {
 }
 
 
-# Steps with drafts and with compared decisions are outside graphs by design.
+# Steps with both kinds of rows and with compared decisions are outside graphs by design.
 UNPLANNED_FALLBACK = 'reason=~"refused|rows|unsampled"'
 
 

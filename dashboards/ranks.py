@@ -98,9 +98,9 @@ STEP = (
     ),
     Panel(
         "Decode steps outside graphs",
-        "nrank_graph_eager_fallbacks_total by reason: drafts and check are by design, refused says "
-        "that no graph could be captured, rows that the largest is too small. Nothing where none "
-        "is asked for.",
+        "nrank_graph_eager_fallbacks_total by reason: mixed (rows with drafts and rows without) "
+        "and check are by design, refused says that no graph could be captured, rows that the "
+        "largest is too small. Nothing where none is asked for.",
         "ops",
         (
             Query(

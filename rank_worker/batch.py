@@ -38,6 +38,14 @@ class DecodeGroup:
 
 
 @dataclass(frozen=True)
+class Uncommitted:
+    """What one layer's commit of a draft group replays."""
+
+    group: DecodeGroup
+    inputs: tuple[Tensor, ...]  # each [B, Q, ...]
+
+
+@dataclass(frozen=True)
 class PrefillRow:
     """One prefill chunk: rows `begin:end` of the flattened tokens."""
 

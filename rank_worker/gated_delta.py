@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 from torch import Tensor
 
 from placement.spec import Axis, GatedDeltaSpec
-from rank_worker.batch import DecodeGroup, StepBatch
+from rank_worker.batch import DecodeGroup, StepBatch, Uncommitted
 from rank_worker.parts import Parts
 from rank_worker.projection import Projection
 
@@ -28,18 +26,6 @@ class GatedDeltaState:
 
     def tensors(self) -> dict[str, list[Tensor]]:
         return {"recurrent_slots": [self.recurrent], "conv_state": [self.conv]}
-
-
-@dataclass(frozen=True)
-class _Uncommitted:
-    """Inputs of the tokens of a draft group, each [B, Q, ...]: what a commit replays."""
-
-    group: DecodeGroup
-    channels: Tensor
-    k: Tensor
-    v: Tensor
-    g: Tensor
-    beta: Tensor
 
 
 class GatedDeltaMixer:
@@ -71,7 +57,7 @@ class GatedDeltaMixer:
         self.state = GatedDeltaState(
             spec, self.value_heads, self.widths[0], parts.num_slots, parts.ops.dtype
         )
-        self._uncommitted: _Uncommitted | None = None
+        self.uncommitted: Uncommitted | None = None
 
     def forward(self, x: Tensor, batch: StepBatch) -> Tensor:
         if not self.value_heads:
@@ -115,7 +101,7 @@ class GatedDeltaMixer:
             channels, self.conv_weight, self.state.conv, group.slots
         )
         q, k, v = self._heads(mixed)
-        self._uncommitted = _Uncommitted(group, channels, k, v, g, beta)
+        self.uncommitted = Uncommitted(group, (channels, k, v, g, beta))
         out: Tensor = self.ops.gated_delta_verify(
             q, k, v, g, beta, self.key_head, self.state.recurrent, group.slots
         )
@@ -123,14 +109,12 @@ class GatedDeltaMixer:
 
     def commit(self, counts: Tensor) -> None:
         """The first counts[b] tokens of row b of the step's draft group enter the state."""
-        held, self._uncommitted = self._uncommitted, None
+        held, self.uncommitted = self.uncommitted, None
         if held is None:  # a rank without heads
             return
-        slots = held.group.slots
-        self.ops.window_commit_(held.channels, self.state.conv, slots, counts)
-        self.ops.gated_delta_commit_(
-            held.k, held.v, held.g, held.beta, self.key_head, self.state.recurrent, slots, counts
-        )
+        slots, (channels, *inputs) = held.group.slots, held.inputs
+        self.ops.window_commit_(channels, self.state.conv, slots, counts)
+        self.ops.gated_delta_commit_(*inputs, self.key_head, self.state.recurrent, slots, counts)
 
     def _prefill(self, channels: Tensor, g: Tensor, beta: Tensor, slot: int) -> Tensor:
         window = self.state.conv[slot]

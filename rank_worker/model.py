@@ -7,11 +7,13 @@ functions. Dispatches on mixer kinds; knows no model by name.
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
 from torch import Tensor
 
 from placement.spec import Axis, GatedDeltaSpec, LayerSpec, ModelSpec, MoeSpec, SparseAttentionSpec
-from rank_worker.batch import Noted, StepBatch
+from rank_worker.batch import DecodeGroup, Noted, StepBatch, Uncommitted
 from rank_worker.comm import Comm
 from rank_worker.gated_delta import GatedDeltaMixer
 from rank_worker.moe import MoeChannel
@@ -90,12 +92,27 @@ class Model:
         K/V, pooled index keys and the ring of raw ones need none: they are addressed by position,
         and a rejected position is written again before anything sees it.
         """
+        for part in self._committers():
+            part.commit(counts)
+        self.clock.mark(StepPart.RECURRENT)
+
+    def uncommitted(self) -> list[tuple[Tensor, ...]]:
+        """Inputs of the next commit by layer that has a part in it; rows of the group first."""
+        held = [part.uncommitted for part in self._committers()]
+        return [() if one is None else one.inputs for one in held]
+
+    def hold_uncommitted(self, group: DecodeGroup, inputs: Sequence[tuple[Tensor, ...]]) -> None:
+        """The next commit is that of `group`, by the first rows of what `uncommitted` gave."""
+        rows = len(group.starts)
+        for part, own in zip(self._committers(), inputs, strict=True):
+            part.uncommitted = Uncommitted(group, tuple(x[:rows] for x in own)) if own else None
+
+    def _committers(self) -> Iterator[GatedDeltaMixer | NgramInjection]:
         for layer in self.layers:
             if isinstance(layer.mixer, GatedDeltaMixer):
-                layer.mixer.commit(counts)
+                yield layer.mixer
             if layer.ngram is not None:
-                layer.ngram.commit(counts)
-        self.clock.mark(StepPart.RECURRENT)
+                yield layer.ngram
 
     def embed_tokens(self, token_ids: Tensor) -> Tensor:
         """[T, H] of token ids [T]."""

@@ -9,7 +9,7 @@ from ops.lowbit.packed import Packed
 from ops.reference.norm import unit_offset
 from placement.errors import CheckpointError
 from placement.spec import Axis, NgramSpec
-from rank_worker.batch import DecodeGroup, StepBatch
+from rank_worker.batch import DecodeGroup, StepBatch, Uncommitted
 from rank_worker.parts import Parts
 
 
@@ -55,7 +55,7 @@ class NgramInjection:
         self.vocab_sizes = self._constant(weights, f"{prefix}.vocab_sizes", spec.head_vocab_sizes)
         self.offsets = self._constant(weights, f"{prefix}.offsets", spec.head_offsets)
         self.state = NgramState(spec, streams * hidden, parts.num_slots, self.key.dtype)
-        self._uncommitted: tuple[DecodeGroup, Tensor, Tensor] | None = None
+        self.uncommitted: Uncommitted | None = None
 
     @staticmethod
     def _constant(weights: dict[str, Tensor], role: str, computed: tuple[int, ...]) -> Tensor:
@@ -115,7 +115,8 @@ class NgramInjection:
         streams += gated
         streams += conv.view(streams.shape)
         if batch.drafts is not None:
-            self._uncommitted = (batch.drafts, batch.drafts.of(batch.token_ids), conv_in)
+            inputs = batch.drafts.of(batch.token_ids), batch.drafts.of(conv_in)
+            self.uncommitted = Uncommitted(batch.drafts, inputs)
 
     def _convolve(self, rows: Tensor, group: DecodeGroup) -> Tensor:
         """rows [B, Q, C] -> [B * Q, C]; windows move on unless the rows carry drafts."""
@@ -131,8 +132,8 @@ class NgramInjection:
 
     def commit(self, counts: Tensor) -> None:
         """The first counts[b] tokens of row b of the step's draft group enter the state."""
-        assert self._uncommitted is not None, "no draft group went through this layer"
-        (group, token_ids, conv_in), self._uncommitted = self._uncommitted, None
-        state = self.state
-        self.ops.window_commit_(group.of(conv_in), state.conv, group.slots, counts)
-        self.ops.window_commit_(token_ids[..., None], state.history[..., None], group.slots, counts)
+        held, self.uncommitted = self.uncommitted, None
+        assert held is not None, "no draft group went through this layer"
+        state, slots, (token_ids, conv_in) = self.state, held.group.slots, held.inputs
+        self.ops.window_commit_(conv_in, state.conv, slots, counts)
+        self.ops.window_commit_(token_ids[..., None], state.history[..., None], slots, counts)

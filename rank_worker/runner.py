@@ -112,7 +112,8 @@ class Runner:
     def record_graphs(self) -> None:
         """Decode graphs, where the device has them. Leaves slot 0 as it is for a new sequence."""
         limit = self.graphs.device.max_graphs(self.comm.world_size)
-        self.graphs.record(graph_sizes(self.store.num_slots, limit), self.comm)
+        sizes = graph_sizes(self.store.num_slots, self.builder.num_drafts, limit)
+        self.graphs.record(sizes, self.comm)
 
     def _start_sequences(self, plan: StepPlan) -> None:
         """Keeps states of slots that go on or end, then readies those of new sequences."""

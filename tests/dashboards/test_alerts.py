@@ -126,7 +126,7 @@ CASES = {
         (row("nrank_graph_eager_fallbacks_total", "0x20 0+1x40", rank="0", reason="rows"),),
         (
             row("nrank_graph_eager_fallbacks_total", "0x60", rank="0", reason="refused"),
-            row("nrank_graph_eager_fallbacks_total", "0+1x60", rank="0", reason="drafts"),
+            row("nrank_graph_eager_fallbacks_total", "0+1x60", rank="0", reason="mixed"),
         ),
     ),
 }

@@ -88,6 +88,25 @@ def test_decode_is_recorded_and_a_replay_is_one_launch(engines: Engines, ranks: 
         assert told["steps"][-1]["counts"]["launches"] > 1000
 
 
+@pytest.mark.parametrize("ranks", RANKS)
+def test_a_step_with_drafts_costs_no_more_than_one_launch_of_the_model(
+    engines: Engines, ranks: int
+) -> None:
+    """Two sequences of two drafts each: one read of their tokens and of how many are kept."""
+    for rank, told in enumerate(engines(ranks=ranks, mtp=2)):
+        assert "error" not in told, told
+        assert told["refused"] == ""
+        assert len(told["captures"]) == (6 if ranks == 1 else GRAPHS_IN_GANG)
+        assert capture_problems(told["captures"], ranks) == set()
+        for step in told["steps"][FIRST_STEADY:] + told["graph_steps"][FIRST_STEADY:]:
+            assert problems(step, rank) == set()
+            assert step["counts"]["d2h_bytes"] == (2 * (3 + 1) * 8 if rank == 0 else 0)
+        whole = told["steps"][-1]["counts"]["launches"]
+        for step in told["graph_steps"][FIRST_STEADY:]:
+            assert step["counts"]["replays"] == 1
+            assert step["counts"]["launches"] < whole / 2, whole
+
+
 def refusals(told: dict[str, Any], name: str) -> set[str]:
     """What a rank's loop raised in a step with a seed, in words."""
     known = {"expert id out of range": "a value of local is", "another order": "in another order"}

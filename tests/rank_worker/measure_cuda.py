@@ -2,7 +2,8 @@
 
 Needs torch with CUDA, numpy and safetensors, no Ray and no pytest:
 `python tests/rank_worker/measure_cuda.py RANKS [RANKS ...]` prints one JSON line a run and exits
-with 1 when an id is wrong. Each number of ranks runs with decode graphs and without.
+with 1 when an id is wrong. Each number of ranks runs with decode graphs and without, with two
+drafts a step and without.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ import json
 import logging
 import sys
 import time
+from itertools import product
 from pathlib import Path
 from typing import Any
 
@@ -89,18 +91,19 @@ def copy_bytes_per_s() -> dict[str, float]:
     return told
 
 
-def measure(ranks: int, graphs: bool) -> dict[str, Any]:
+def measure(ranks: int, graphs: bool, mtp: int) -> dict[str, Any]:
     config = EngineConfig(
         str(ROOT / "deploy" / "models" / "tiny-flash-next"), ranks=ranks, device="cuda",
         dtype="float32", context_tokens=2048, kv_pool_tokens=16384, page_tokens=16,
-        max_sequences=8, graphs=graphs, chips=ranks,
+        max_sequences=8, graphs=graphs, mtp=mtp, chips=ranks,
     )  # fmt: skip
     with launch_engine(config) as engine:
         compared, wrong = wrong_ids(engine)
         runner = engine.rank0.runner
         assert runner is not None
         told = {
-            "ranks": ranks, "graphs": graphs, "compared_ids": compared, "wrong_ids": wrong,
+            "ranks": ranks, "graphs": graphs, "mtp": mtp,
+            "compared_ids": compared, "wrong_ids": wrong,
             "tokens_per_s": {c: round(tokens_per_s(engine, c), 1) for c in (1, 4)},
             "replayed": runner.graphs.counts.replayed, "eager": runner.graphs.counts.eager,
             "refused": runner.graphs.counts.refused,
@@ -113,8 +116,8 @@ def main() -> int:
     wrong = 0
     print(json.dumps({"gpu": torch.cuda.get_device_name(), "torch": torch.__version__}))
     for ranks in map(int, sys.argv[1:]):
-        for graphs in (False, True):
-            told = measure(ranks, graphs)
+        for graphs, mtp in product((False, True), (0, 2)):
+            told = measure(ranks, graphs, mtp)
             print(json.dumps(told), flush=True)
             wrong += told["wrong_ids"]
     print(json.dumps({"copy_bytes_per_s": copy_bytes_per_s()}))

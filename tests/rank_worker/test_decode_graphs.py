@@ -11,7 +11,7 @@ import torch
 
 import rank_worker.rank as rank_module
 from ops.spec import Capability
-from rank_worker.decode_graphs import FALLBACKS, DecodeGraphs, graph_sizes
+from rank_worker.decode_graphs import FALLBACKS, DecodeGraphs, GraphSize, graph_sizes
 from rank_worker.device import CpuDevice
 from rank_worker.launch import Engine
 from rank_worker.messages import EngineRequest
@@ -61,38 +61,55 @@ class ReplayingDevice(CpuDevice):
 
 
 @pytest.mark.parametrize(
-    ("max_rows", "max_graphs", "expected"),
+    ("max_rows", "num_drafts", "max_graphs", "expected"),
     [
-        (1, None, (1,)), (8, None, (1, 2, 4, 8)), (6, None, (1, 2, 4, 6)), (8, 2, (1, 8)),
-        (8, 1, (8,)), (1, 2, (1,)), (8, 0, ()),
+        (1, 0, None, [(1, 1)]),
+        (8, 0, None, [(1, 1), (1, 2), (1, 4), (1, 8)]),
+        (6, 0, None, [(1, 1), (1, 2), (1, 4), (1, 6)]),
+        (8, 0, 2, [(1, 1), (1, 8)]),
+        (8, 0, 1, [(1, 8)]),
+        (1, 0, 2, [(1, 1)]),
+        (8, 0, 0, []),
+        (3, 2, None, [(1, 1), (1, 2), (1, 3), (3, 1), (3, 2), (3, 3)]),
+        (8, 2, 2, [(1, 8), (3, 8)]),
+        (8, 3, 3, [(1, 8), (4, 1), (4, 8)]),
+        (8, 3, 1, [(4, 8)]),
+        (8, 3, 0, []),
     ],
-)  # fmt: skip
-def test_sizes_of_graphs(max_rows: int, max_graphs: int | None, expected: tuple[int, ...]) -> None:
-    assert graph_sizes(max_rows, max_graphs) == expected
+)
+def test_sizes_of_graphs(
+    max_rows: int, num_drafts: int, max_graphs: int | None, expected: list[tuple[int, int]]
+) -> None:
+    assert list(graph_sizes(max_rows, num_drafts, max_graphs)) == expected
 
 
 @pytest.mark.parametrize(
     ("changes", "reason"),
     [
         ({}, ""),
+        ({"widths": (3,)}, ""),
         ({"decisions": []}, "check"),
-        ({"drafts": True}, "drafts"),
+        ({"widths": (1, 3)}, "mixed"),
         ({"rows": 3}, "rows"),
+        ({"rows": 2, "widths": (3,)}, "rows"),
+        ({"widths": (2,)}, "rows"),
         ({"all_sampled": False}, "unsampled"),
         ({"refused": "event resources"}, "refused"),
     ],
 )
 def test_a_decode_step_outside_graphs_has_one_reason(changes: dict[str, Any], reason: str) -> None:
-    step: dict[str, Any] = {"rows": 2, "decisions": None, "drafts": None, "all_sampled": True}
+    step: dict[str, Any] = {"rows": 1, "widths": (1,), "decisions": None, "all_sampled": True}
     step |= {"prefill": (), **changes}
-    group = SimpleNamespace(starts=(0,) * step.pop("rows"))
+    starts = (0,) * step.pop("rows")
+    groups = [SimpleNamespace(starts=starts, width=width) for width in step.pop("widths")]
     nothing: Any = None
     graphs = DecodeGraphs(nothing, nothing, nothing, 64)
-    batch: Any = SimpleNamespace(groups=(group,), **step)
+    batch: Any = SimpleNamespace(groups=groups, **step)
     assert not graphs.takes(batch)  # nothing is asked for, and nothing counted
     assert sum(graphs.counts.eager.values()) == graphs.counts.replayed == 0
     graphs.counts.refused = changes.get("refused", "")
-    graphs._recorded = {} if graphs.counts.refused else {1: nothing, 2: nothing}
+    sizes = [GraphSize(1, 1), GraphSize(1, 2), GraphSize(3, 1)]
+    graphs._recorded = {} if graphs.counts.refused else dict.fromkeys(sizes, nothing)
     assert graphs.takes(batch) == (not reason)
     assert set(graphs.counts.eager) == set(FALLBACKS)
     assert {name for name, count in graphs.counts.eager.items() if count} == ({reason} - {""})
@@ -135,15 +152,39 @@ def test_replayed_steps_give_the_reference_ids(
         assert {name for name, count in counts.eager.items() if count} <= {"check"}
 
 
-def test_drafts_and_checked_steps_run_without_a_graph(
-    replaying: Callable[..., Any], golden: Callable[[str], Golden]
+@pytest.mark.parametrize("graphs", [None, 2])
+def test_rows_with_drafts_are_replayed_and_committed(
+    replaying: Callable[..., Any], golden: Callable[[str], Golden], graphs: int | None
 ) -> None:
-    with replaying(ReplayingDevice(), mtp=2, mtp_auto=False) as engine:
+    """Most drafts are kept, some are not, and rows fill graphs up: ids stay the reference's."""
+    device = ReplayingDevice(graphs=graphs)
+    with replaying(device, mtp=2, mtp_auto=False, max_sequences=4) as engine:
         check(engine, golden("embedded"))
+        runner = engine.rank0.runner
+        counts = runner.graphs.counts
+        assert device.recorded == (6 if graphs is None else 2)
+        assert not counts.refused
+        assert counts.replayed > 20
         told = engine.rank0.snapshot().eager_fallbacks
-        assert told == engine.rank0.runner.graphs.counts.eager
-        assert told["drafts"] > 10
+        assert told == counts.eager
         assert told["refused"] == told["rows"] == told["unsampled"] == 0
+        assert told["check"] + told["mixed"] < counts.replayed / 2
+
+
+class ForgetsInputs(Replay):
+    """A commit after the replay takes what the recording left."""
+
+    def replay(self) -> None:
+        for held, made in zip(self.result[:2], self._function(), strict=False):
+            held.copy_(made)
+
+
+def test_a_graph_whose_commit_is_that_of_another_step_is_noticed(
+    replaying: Callable[..., Any],
+) -> None:
+    with replaying(ReplayingDevice(ForgetsInputs), mtp=2) as engine:
+        refused = engine.rank0.runner.graphs.counts.refused
+        assert "changes its state" in refused or "differs" in refused
 
 
 def test_a_graph_that_misses_its_input_is_not_used(

@@ -114,11 +114,11 @@ class KeepsRejectedInputs(GatedDeltaMixer):
     """Forgets to roll the convolution window back."""
 
     def commit(self, counts: Tensor) -> None:
-        held = self._uncommitted
+        held = self.uncommitted
         assert held is not None
         super().commit(counts)
         window = self.state.conv
-        lost = held.channels[:, -window.shape[1] :]
+        lost = held.inputs[0][:, -window.shape[1] :]
         window[held.group.slots, -lost.shape[1] :] = lost
 
 
@@ -126,26 +126,26 @@ class LeaksRejectedTokens(GatedDeltaMixer):
     """Replays all tokens into the recurrent state, whatever was accepted."""
 
     def commit(self, counts: Tensor) -> None:
-        held = self._uncommitted
+        held = self.uncommitted
         assert held is not None
         whole = torch.full_like(counts, held.group.width)
         before = self.state.conv.clone()
         super().commit(whole)
         self.state.conv.copy_(before)
-        self.ops.window_commit_(held.channels, self.state.conv, held.group.slots, counts)
+        self.ops.window_commit_(held.inputs[0], self.state.conv, held.group.slots, counts)
 
 
 class NeverCommits(GatedDeltaMixer):
     def commit(self, counts: Tensor) -> None:
-        self._uncommitted = None
+        self.uncommitted = None
 
 
 class KeepsRejectedNgrams(NgramInjection):
     """Forgets to roll the n-gram window and the token history back."""
 
     def commit(self, counts: Tensor) -> None:
-        assert self._uncommitted is not None
-        super().commit(torch.full_like(counts, self._uncommitted[0].width))
+        assert self.uncommitted is not None
+        super().commit(torch.full_like(counts, self.uncommitted.group.width))
 
 
 class CommitsAllRows(Model):

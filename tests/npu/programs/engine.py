@@ -151,8 +151,12 @@ REFUSED: dict[str, Callable[[Runner], None]] = {
 }
 
 
+def sampled_flags(options: Options) -> RowFlag:
+    return RowFlag.SAMPLE | (RowFlag.ENTER | RowFlag.PROPOSE if options.mtp else RowFlag.NONE)
+
+
 def prefill(options: Options) -> StepPlan:
-    count, flags = options.prompt_tokens, RowFlag.PREFILL | RowFlag.SAMPLE
+    count, flags = options.prompt_tokens, RowFlag.PREFILL | sampled_flags(options)
     slots = range(options.sequences)
     return StepPlan(
         Opcode.STEP, 0, 1, False,
@@ -164,8 +168,11 @@ def prefill(options: Options) -> StepPlan:
 
 
 def decode(options: Options, step: int) -> StepPlan:
-    start = options.prompt_tokens + step
-    rows = tuple(Row(slot, start, 1, RowFlag.SAMPLE) for slot in range(options.sequences))
+    """A token a sequence, or a token and its drafts, of which none is kept."""
+    start, flags = options.prompt_tokens + step, sampled_flags(options)
+    flags |= RowFlag.DRAFT if options.mtp else RowFlag.NONE
+    slots = range(options.sequences)
+    rows = tuple(Row(slot, start, 1 + options.mtp, flags) for slot in slots)
     return StepPlan(Opcode.STEP, 0, step + 2, False, (), (), rows, ())
 
 
@@ -221,10 +228,11 @@ def all_steps(rank: Rank, standin: Standin, options: Options) -> dict[str, Any]:
     """What a prefill, decode steps, steps with faults and steps by graphs cost."""
     first = run_step(rank, standin, prefill(options))
     steps = [run_step(rank, standin, decode(options, step)) for step in range(options.steps)]
-    faults = with_faults(rank, standin, options)
-    refused = with_refused(rank, options)
-    graphs = with_graphs(rank, standin, options)
-    return {"prefill": first, "steps": steps, "faults": faults, "refused_steps": refused, **graphs}
+    told: dict[str, Any] = {"prefill": first, "steps": steps}
+    if not options.mtp:
+        told["faults"] = with_faults(rank, standin, options)
+        told["refused_steps"] = with_refused(rank, options)
+    return told | with_graphs(rank, standin, options)
 
 
 def with_graphs(rank: Rank, standin: Standin, options: Options) -> dict[str, Any]:
@@ -247,7 +255,7 @@ def with_graphs(rank: Rank, standin: Standin, options: Options) -> dict[str, Any
     device.capture = capture  # type: ignore[method-assign]
     rank.runner.record_graphs()
     told = {"captures": list(captures), "refused": graphs.counts.refused}
-    first = options.steps + 2 * len(FAULTS) + len(REFUSED)
+    first = options.steps + 2 * len(FAULTS) + len(REFUSED)  # after all steps so far
     graph_steps = [
         run_step(rank, standin, decode(options, first + step)) for step in range(options.steps)
     ]

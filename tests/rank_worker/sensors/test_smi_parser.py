@@ -242,7 +242,7 @@ def test_errors_are_one_line_with_a_remedy(name: str, recorded: Recorded) -> Non
     assert smi_parser.find_failure(text[:-1].removesuffix(text.splitlines()[-1])) is None
 
 
-@pytest.mark.parametrize("name", [*LAYOUTS, *CARD_ANSWERS, *SINGLE_ANSWERS, *NAMED])
+@pytest.mark.parametrize("name", sorted({*LAYOUTS, *CARD_ANSWERS, *SINGLE_ANSWERS, *NAMED}))
 def test_good_answers_are_no_errors(name: str, recorded: Recorded) -> None:
     assert smi_parser.find_failure(recorded(name)) is None
 
