@@ -29,13 +29,13 @@ def main(arguments: list[str]) -> int:
         )  # fmt: skip
         serving = subprocess.Popen([*pytest, *waiting])
 
-        def end(number: int, _: FrameType | None) -> None:
+        def end(_: int, __: FrameType | None) -> None:
             """Both end as pytest does when it is interrupted: what they started ends, too."""
             for half in (computing, serving):
                 half.send_signal(signal.SIGINT)
 
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, end)
+        signal.signal(signal.SIGTERM, end)
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to all three
         codes = [serving.wait(), computing.wait()]
         output.seek(0)
         sys.stdout.flush()

@@ -12,13 +12,14 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import socket
 import statistics
+import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-
-import httpx
+from urllib.parse import urlsplit
 
 from cluster.tokens import Tokenizer
 from deploy.config import load_config
@@ -64,21 +65,31 @@ def engine_sample(engine: Engine, prompt_ids: tuple[int, ...]) -> Measure:
     return measure
 
 
-def server_sample(client: httpx.Client, pool: ThreadPoolExecutor) -> Measure:
+def server_sample(address: tuple[str, int], pool: ThreadPoolExecutor) -> Measure:
+    """The client is as plain as one can be: its own processor time would count as the server's."""
+    local = threading.local()
+
     def ask(tokens: int) -> tuple[float, float]:
-        body = {
+        body = json.dumps({
             "model": "tiny-flash-next", "prompt": PROMPT, "max_tokens": tokens, "temperature": 0,
             "ignore_eos": True, "stream": True,
-        }  # fmt: skip
-        begun_s, first_s = time.monotonic(), 0.0
-        with client.stream("POST", "/v1/completions", json=body) as answer:
-            for line in answer.iter_lines():
-                if line.startswith("data: {"):
-                    first_s = first_s or time.monotonic() - begun_s
-                    assert '"error"' not in line, line
-                elif line == "data: [DONE]":
-                    return first_s, time.monotonic() - begun_s
-        raise AssertionError("a stream ended without its last event")
+        })  # fmt: skip
+        if not hasattr(local, "socket"):
+            local.socket = socket.create_connection(address, LIMIT_S)
+        head = f"POST /v1/completions HTTP/1.1\r\nHost: {address[0]}\r\n"
+        head += f"Content-Type: application/json\r\nContent-Length: {len(body)}\r\n\r\n"
+        begun_s, first_s, text = time.monotonic(), 0.0, b""
+        local.socket.sendall((head + body).encode())
+        while not text.endswith(b"\r\n0\r\n\r\n"):  # the end of a chunked answer
+            part = local.socket.recv(65536)
+            assert part, "a stream ended without its last event"
+            text += part
+            if not first_s and b"data: {" in text:
+                first_s = time.monotonic() - begun_s
+        ended_s = time.monotonic() - begun_s
+        assert text.count(b"data: [DONE]") == 1, text
+        assert b'"error"' not in text, text
+        return first_s, ended_s
 
     def measure(count: int, tokens: int) -> Sample:
         begun_s = time.monotonic()
@@ -88,6 +99,13 @@ def server_sample(client: httpx.Client, pool: ThreadPoolExecutor) -> Measure:
     return measure
 
 
+def address(base_url: str) -> tuple[str, int]:
+    parts = urlsplit(base_url)
+    assert parts.hostname is not None
+    assert parts.port is not None
+    return parts.hostname, parts.port
+
+
 def run(repeats: int, tokens: int, ranks: int) -> dict[str, float]:
     overrides = {"ranks": ranks, "prefix_cache": False, "context_tokens": 4096}
     config = load_config(overrides=overrides)
@@ -95,10 +113,12 @@ def run(repeats: int, tokens: int, ranks: int) -> dict[str, float]:
     with (
         launch_engine(config.engine()) as engine,
         served(overrides) as base_url,
-        httpx.Client(base_url=base_url, timeout=LIMIT_S) as client,
         ThreadPoolExecutor(max(COUNTS)) as pool,
     ):
-        sides = {"engine": engine_sample(engine, ids), "server": server_sample(client, pool)}
+        sides = {
+            "engine": engine_sample(engine, ids),
+            "server": server_sample(address(base_url), pool),
+        }
         found: dict[tuple[str, int], list[Sample]] = {}
         for measure in sides.values():
             measure(max(COUNTS), 16)
