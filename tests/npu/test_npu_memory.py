@@ -28,6 +28,11 @@ RUNS: dict[str, dict[str, Any]] = {
     "drafts and kept states": {
         "ranks": 2, "mtp": 2, "prefix_cache": True, "memory_only": True,
     },
+    "4-bit experts": {"ranks": 1, "model": "tiny-flash-next-w4", "memory_only": True},
+    "4-bit experts on two ranks": {
+        "ranks": 2, "mtp": 2, "model": "tiny-flash-next-w4", "int8_activations": True,
+        "memory_only": True,
+    },
     "float32": {"ranks": 1, "dtype": "float32", "prefix_cache": True, "memory_only": True},
 }  # fmt: skip
 CHIP = topology.PROFILES["310p3"]

@@ -53,6 +53,8 @@ class Options:
     dtype: str = "float16"
     context_tokens: int = 512
     prefix_cache: bool = False
+    model: str = "tiny-flash-next"
+    int8_activations: bool = False
     memory_only: bool = False  # nothing after the load
 
 
@@ -193,10 +195,11 @@ def run_step(rank: Rank, standin: Standin, plan: StepPlan) -> dict[str, Any]:
 
 def main(index: int, port: int, options: Options) -> dict[str, Any]:
     config = EngineConfig(
-        model_dir=str(ROOT / "deploy" / "models" / "tiny-flash-next"), ranks=options.ranks,
+        model_dir=str(ROOT / "deploy" / "models" / options.model), ranks=options.ranks,
         device="npu", dtype=options.dtype, context_tokens=options.context_tokens,
         max_sequences=4, chips=4, mtp=options.mtp, page_tokens=PAGE_TOKENS, start_timeout_s=60.0,
         graphs=False, prefix_cache=options.prefix_cache,
+        int8_activations=options.int8_activations,
     )  # fmt: skip
     nothing_to_compare()
     rank = Rank(config, index, options.ranks)
