@@ -132,6 +132,7 @@ def rank_ledger(
     fixed["collective"] = 0 if alone else profile.collective_bytes or HOST_COLLECTIVE_BYTES
     fixed["graph"] = profile.graph_bytes + profile.graph_draft_bytes * config.mtp
     fixed["workspace"], slot["workspace"] = workspace_bytes(config, spec, share, options)
+    fixed["workspace"] += profile.widened_bytes if spec.is_packed else 0
     fixed["reserve"] = profile.reserve_bytes
     tables = Counter(table_blocks(config, spec, units, turns))
     fixed["tables"] = sum(block.fixed * count for block, count in tables.items())

@@ -30,6 +30,11 @@ def _row_reasons(question: Question, plan: Plan, profile: ChipProfile) -> dict[s
         f"{plan.max_sequences} sequences"
         f"{f' and {plan.prefix.device} of the prefix cache' if plan.prefix.device else ''}"
     )
+    widened = ""
+    if spec.is_packed and profile.widened_bytes:
+        widened = (
+            f"; {format_bytes(profile.widened_bytes)} of packed weights that are widened at once"
+        )
     buffers = f"{profile.collective_buffers} x {format_bytes(profile.collective_buffer_bytes)}"
     return {
         "routed_experts": _expert_reason(question, profile),
@@ -51,7 +56,7 @@ def _row_reasons(question: Question, plan: Plan, profile: ChipProfile) -> dict[s
         else "shared memory of the host's collectives",
         "tables": "page tables, owners and counts of experts, settings of the sampler",
         "padding": _padding_reason(profile),
-        "workspace": f"live values of a step of {config.step_tokens} tokens, and logits",
+        "workspace": f"live values of a step of {config.step_tokens} tokens, and logits{widened}",
         "reserve": "left to the runtime, its context and fragmentation",
     }
 

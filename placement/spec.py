@@ -461,6 +461,12 @@ class ModelSpec:
     def runnable(self) -> bool:
         return not self.obstacles
 
+    @property
+    def is_packed(self) -> bool:
+        """Whether some tensor is kept with scales."""
+        tensors = (*self.tensors, *self.draft_tensors)
+        return any(one.format is not None and not one.format.is_plain for one in tensors)
+
     def formats(self) -> tuple[str, ...]:
         """Names of the formats that tensors have, the most frequent first."""
         counts: dict[str, int] = {}

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from placement.errors import ConfigError
 
 MIB = 1 << 20
+WIDENED_BYTES = 128 << 20
 GIB = 1 << 30
 
 
@@ -39,6 +40,7 @@ class ChipProfile:
     fractal_layout: bool = False  # weights of matrix products lie in 16 x 32-byte tiles
     graph_bytes: int = 0  # captured decode graphs
     graph_draft_bytes: int = 0  # what each draft token of a step adds to them
+    widened_bytes: int = 0  # of packed weights that are wide at once, where products need them so
 
     @property
     def collective_bytes(self) -> int:
@@ -81,6 +83,7 @@ PROFILES: Mapping[str, ChipProfile] = {
             fractal_layout=True,
             graph_bytes=256 * MIB,
             graph_draft_bytes=64 * MIB,
+            widened_bytes=WIDENED_BYTES,
         ),
         ChipProfile(
             name="cuda",

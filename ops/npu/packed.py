@@ -26,8 +26,8 @@ from ops.npu.experts import combine, dispatch, grouped
 from ops.reference.packed import rounded_rows
 from placement.errors import ConfigError
 from placement.formats import Code
+from placement.topology import WIDENED_BYTES
 
-WIDENED_BYTES = 128 << 20  # of the experts that are wide at once
 TILE_WEIGHTS = 1 << 22  # that are taken apart at once
 WHOLE = 16  # rows and columns of an int8 matrix are whole multiples of it
 INT8_MAX = 127

@@ -272,3 +272,16 @@ def test_logit_rows_grow_with_sequences_and_drafts(tiny: Loaded) -> None:
     row = 2 * tiny[0].vocab * 4
     assert eight - one == 7 * row
     assert drafts - one > 2 * row
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "mib"), [("npu", "float16", 128), ("cpu", "float32", 0)]
+)
+def test_weights_that_a_chip_widens_have_their_place(
+    tiny: Loaded, device: str, dtype: str, mib: int
+) -> None:
+    plain, packed = (
+        planned(spec, device=device, dtype=dtype).ranks[0].rows["workspace"]
+        for spec in (tiny[0], with_format(tiny[0], parse_format("w4g32")))
+    )
+    assert packed - plain == mib * MIB
