@@ -12,7 +12,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from ops.lowbit.convert import codes_of_words, without_fp8, zeros_of_bank
+from ops.lowbit.convert import codes_of_words, has_nan_codes, without_fp8, zeros_of_bank
 from ops.lowbit.packed import Packed
 from placement.config import RankShare
 from placement.errors import CheckpointError
@@ -53,8 +53,11 @@ class PackedReader:
         if scale.dtype is torch.uint8:  # exponents of MX formats
             scale = scale.view(torch.float8_e8m0fnu)
         packed = Packed(form, shape, codes, scale, zero, whole, tensor.stacked)
-        is_matrix = form.scale_bytes > 0  # a table under one scale is looked up, not multiplied
-        return self._without_fp8(tensor, packed) if is_matrix else packed
+        if form.scale_bytes:
+            return self._without_fp8(tensor, packed)
+        if has_nan_codes(codes):  # of a table under one scale, which is looked up as it is
+            raise _no_number(tensor)
+        return packed
 
     @staticmethod
     def _codes(read: Tensor, shape: tuple[int, ...]) -> Tensor:
@@ -90,7 +93,7 @@ class PackedReader:
         try:
             return without_fp8(packed)
         except ValueError as error:
-            raise CheckpointError(f"tensor {tensor.role} {error}: load it again") from error
+            raise _no_number(tensor) from error
 
     def _check(self, tensor: TensorSpec, part: str, read: Tensor) -> None:
         if not read.numel() or read.dtype is torch.int32:
@@ -135,6 +138,13 @@ class PackedReader:
             if all(origin <= i < origin + extent for i, origin, extent in spans):
                 return piece.name
         return role
+
+
+def _no_number(tensor: TensorSpec) -> CheckpointError:
+    return CheckpointError(
+        f"tensor {tensor.role} holds a code that is no number: quantise the model again or load "
+        "the file again"
+    )
 
 
 def blocks(span: Range, step: int) -> Range:

@@ -75,6 +75,15 @@ def _block_largest(sizes: Tensor, packed: Packed) -> Tensor:
     return torch.stack(found)
 
 
+def has_nan_codes(codes: Tensor) -> bool:
+    """Whether FP8 e4m3 codes hold 0x7F or 0xFF; makes no copy of them."""
+    if not codes.numel():
+        return False
+    return (
+        codes.view(torch.int8).max().item() == 0x7F or codes.view(torch.uint8).max().item() == 0xFF
+    )
+
+
 def e4m3_table(scale: Tensor, dtype: torch.dtype) -> Tensor:
     """[256]: the value of each FP8 code under one scale, in `dtype`."""
     codes = torch.arange(256, dtype=torch.uint8, device=scale.device).view(torch.float8_e4m3fn)

@@ -15,7 +15,10 @@ from placement.formats import Code, WeightFormat
 from placement.spec import TensorSpec
 
 # Formats that a quantisation method can mean; other methods can mean any.
-METHOD_FORMATS = {"fp8": ("fp8_block128", "fp8_channel", "fp8_tensor")}
+METHOD_FORMATS = {
+    "fp8": ("fp8_block128", "fp8_channel", "fp8_tensor"),
+    "fbgemm_fp8": ("fp8_channel",),
+}
 TABLE_FORMAT = "fp8_tensor"  # of n-gram tables, which no config describes
 CODES = {"int": (Code.INTEGER,), "float": (Code.E4M3, Code.E2M1)}
 

@@ -125,6 +125,11 @@ class _Matrix:
         if self.header.dtype == "U8":
             self._need_pairs()
             if self.beside(".weight_global_scale") is None:
+                found = self.beside(".weight_scale")
+                if (
+                    found is not None and found.dtype == FP8
+                ):  # NVFP4's; those of MXFP4 are exponents
+                    raise self.unscaled(".weight_global_scale")
                 scale = self._scale(".weight_scale", ("U8", "F8_E8M0"), formats.MXFP4)
                 return Layout(formats.MXFP4, self.name, self.header.shape, 2, (scale,))
             return self._nvfp4("_global_scale", "input_global_scale")

@@ -111,19 +111,31 @@ def _layouts(
     if not present:
         return None
     for piece, layout in zip(tensor.pieces, layouts, strict=True):
-        other = layout.format.name if layout else "plain"
         if layout is None and piece.name not in headers.tensors:
             raise CheckpointError(
                 f"{headers.model_dir}: 1 missing tensors ({piece.name}), although other parts of "
                 f"{tensor.role} are stored as {present[0].format.name}"
             )
         if layout is None or layout.format != present[0].format:
+            one, other = _told_apart(layout.format if layout else None, present[0].format)
+            name = layout.name if layout else piece.name
             raise CheckpointError(
-                f"{headers.tensors[layout.name if layout else piece.name].file}: {piece.name} is "
-                f"{other}, but {present[0].name} is {present[0].format.name}; both are parts of "
-                f"{tensor.role} and need one format"
+                f"{headers.tensors[name].file}: {name} is {one}, but {present[0].name} is {other}; "
+                f"both are parts of {tensor.role} and need one format"
             )
     return present
+
+
+def _told_apart(one: WeightFormat | None, other: WeightFormat) -> tuple[str, str]:
+    """Names of two formats, with the widths of scales and zero points where these alone differ."""
+    if one is None or one.name != other.name:
+        return one.name if one else "plain", other.name
+    first, second = (
+        f"{each.name} with scales of {each.scale_bytes} bytes"
+        + (f" and zero points of {each.zero_bytes}" if each.zero_bytes else "")
+        for each in (one, other)
+    )
+    return first, second
 
 
 def _table_layouts(tensor: TensorSpec, headers: CheckpointHeaders) -> list[Layout] | None:

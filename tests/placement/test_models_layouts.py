@@ -278,6 +278,7 @@ CLAIMS: list[tuple[Callable[[int, int], Parts], Any, list[str]]] = [
         "claims 4-bit groups of 128 symmetric, but tensors are w4g32", "which no tensor is",
     ]),
     (w4_packed, {"quant_method": "gptq", "bits": 4, "group_size": 32, "sym": True}, []),
+    (w4_packed, {"quant_method": "fbgemm_fp8"}, ["claims quantisation fbgemm_fp8, tensors are w4"]),
     (w8_sym, compressed(group(8, None, strategy="channel")), []),
     (w8_sym, compressed(group(8, -1)), []),
     (w8_sym, compressed(group(8, 64)), ["8-bit int groups of 64", "which no tensor"]),

@@ -29,6 +29,7 @@ Change = Callable[[Tensors], object]
 UP = "model.layers.2.mlp.experts.9.up_proj"
 OUT = r"linear_attn\.out_proj\.weight$"
 OUT_NAME = "model.layers.0.linear_attn.out_proj.weight"
+TABLE = "model.layers.1.ple.ple_embedding.ngram_embedding.shard_2.weight"
 DOWN = "model.layers.1.mlp.experts.3.down_proj"
 
 
@@ -103,6 +104,8 @@ VALUES = [
     ("mxfp4", put(f"{UP}.weight_scale", 255, 3), f"{UP}.weight_scale: "),
     ("fp8", put(f"{UP}.weight_scale_inv", 0.0), f"{UP}.weight_scale_inv: "),
     ("fp8", put(f"{UP}.weight", float("nan"), 70), "layers.2.channel.experts_gate_up holds a code"),
+    ("fp8", put(TABLE, float("nan"), 3), "layers.1.ngram.table holds a code that is no number"),
+    ("fp8", put(TABLE, float("-nan"), 5), "layers.1.ngram.table holds a code that is no number"),
     ("w4-w2", put(f"{UP}_scale", float("nan")), f"{UP}_scale: "),
 ]
 
@@ -184,6 +187,29 @@ def test_a_tensor_that_is_missing_extra_or_misshapen_is_refused_with_the_headers
     with pytest.raises(CheckpointError, match=message) as caught:
         prepare(EngineConfig(str(broken("w4g32", change)), context_tokens=64))
     assert "\n" not in str(caught.value)
+
+
+OTHERS = [
+    ("nvfp4-packed", lambda t: t.pop(f"{UP}.weight_global_scale"), f"{UP}.weight_global_scale is "),
+    (
+        "w4g32",
+        lambda t: t.update({f"{UP}.weight_scale": t[f"{UP}.weight_scale"].float()}),
+        rf"{UP}.weight_packed is w4g32 with scales of 4 bytes, but .* w4g32 with scales of 2 bytes",
+    ),
+    (
+        "w8-offset",
+        lambda t: t.update({f"{UP}.weight_zero_point": t[f"{UP}.weight_zero_point"].half()}),
+        rf"{UP}.weight is w8 .* zero points of 2, but .* w8 .* zero points of 4; both",
+    ),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("name", "change", "message"), OTHERS)
+def test_the_part_that_is_missing_or_of_another_width_is_told(
+    broken: Callable[[str, Change], Path], name: str, change: Change, message: str
+) -> None:
+    with pytest.raises(CheckpointError, match=message):
+        prepare(EngineConfig(str(broken(name, change)), context_tokens=64))
 
 
 def test_a_truncated_file_of_codes_is_refused(
