@@ -145,8 +145,10 @@ def engine_config(arguments: argparse.Namespace) -> EngineConfig:
 def model_path(model: str | None) -> str:
     if model is None:
         return str(EMBEDDED_MODEL)
-    if not Path(model).is_dir():
-        raise CheckpointError(f"{model} is no model directory; --model takes a folder of weights")
+    if not model or not Path(model).is_dir():
+        raise CheckpointError(
+            f"{model or repr(model)} is no model directory; --model takes a folder of weights"
+        )
     return model
 
 

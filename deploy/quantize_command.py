@@ -48,6 +48,7 @@ def run(arguments: argparse.Namespace) -> int:
 
     from deploy.certify_command import terminated_as_interrupted
     from deploy.quantize.conversion import Conversion
+    from deploy.quantize.journal import RECEIPTS
     from deploy.quantize.recipe import Recipe
     from deploy.quantize.report_text import Progress, report_lines
 
@@ -66,7 +67,13 @@ def run(arguments: argparse.Namespace) -> int:
         finally:
             progress.clear()
     receipts = outcome.receipts
-    lines = report_lines(receipts, arguments.out, outcome.was_complete)
+    try:
+        lines = list(report_lines(receipts, arguments.out, outcome.was_complete))
+    except (LookupError, TypeError, AttributeError, ValueError):  # of a file that somebody edited
+        raise ConfigError(
+            f"--out {arguments.out}: {RECEIPTS} can't be read; remove the folder and give the same "
+            "command again"
+        ) from None
     print(json.dumps(receipts) if arguments.json else "\n".join(lines))
     return FAILED if receipts["growth"] and receipts["growth"]["flags"] else DONE
 

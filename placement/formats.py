@@ -149,14 +149,15 @@ def parse_format(text: str) -> FormatRule:
 
 
 def _parse_range(part: str, text: str) -> tuple[int, int, WeightFormat]:
-    name, _, span = part.strip().partition(":")
-    first, _, last = span.partition("-")
+    name, colon, span = part.strip().partition(":")
+    first, dash, last = span.partition("-")
     if name not in FORMATS:
         raise ConfigError(f"format {text!r}: {name!r} is unknown, known: {', '.join(FORMATS)}")
-    if not span:
+    if not colon:
         return (*ALL_LAYERS, FORMATS[name])
-    last = last or first
-    if not (first.isdecimal() and last.isdecimal() and int(first) <= int(last)):
+    last = last if dash else first
+    is_range = span.isascii() and first.isdecimal() and last.isdecimal()
+    if not is_range or int(first) > int(last):
         raise ConfigError(f"format {text!r}: {span!r} is no range of layers such as 3-32")
     return int(first), int(last), FORMATS[name]
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import math
 import os
 import shutil
 from collections.abc import Callable, Iterator
@@ -26,7 +27,7 @@ from deploy.quantize.packing import Receipt, pack_matrix
 from deploy.quantize.recipe import Recipe
 from deploy.quantize.shard_file import OutputError, ShardFile, write_file
 from deploy.quantize.shards import Copy, Job, Shard, component_bytes, plan_shards
-from deploy.quantize.source import TORCH_DTYPES, Source, not_finite
+from deploy.quantize.source import TORCH_DTYPES, Source, not_finite, stamps
 from placement.errors import CheckpointError, ConfigError
 from placement.headers import INDEX_FILE, CheckpointHeaders, read_json
 from placement.manifest import MANIFEST_FILE
@@ -62,6 +63,7 @@ class Conversion:
     def __init__(self, model_dir: str, out: Path, recipe: Recipe) -> None:
         self.model_dir, self.out, self.recipe = model_dir, out, recipe
         self.spec, self.headers = load_model_spec(model_dir)
+        self.stamps = stamps(self.headers)
         recipe.check(self.spec)
         self.shards = plan_shards(self.spec, self.headers, recipe)
         if not any(one for shard in self.shards for one in shard.jobs if not isinstance(one, Copy)):
@@ -76,14 +78,14 @@ class Conversion:
 
     def run(self, calibration: Calibration | None, on_progress: OnProgress) -> Outcome:
         """`calibration` None: the model can't be run, so the result isn't checked."""
-        if self.out.resolve() == Path(self.model_dir).resolve():
-            raise ConfigError(f"--out {self.out} is the model itself; choose another folder")
+        self._require_place()
         self._require_space()
-        with closing(Journal(self.out, self._asked(calibration))) as journal:
+        with closing(Journal(self.out, self._asked(calibration), self.stamps)) as journal:
             if journal.is_complete:
                 self._require_whole()
                 return Outcome(read_json(str(self.out / RECEIPTS)), True)
             self._write_shards(journal, on_progress)
+            self._require_unchanged()
             self._write_rest()
             growth = None
             if calibration is not None:
@@ -91,7 +93,7 @@ class Conversion:
                     self.model_dir, str(self.out), torch.tensor(calibration.token_ids),
                     lambda layer, layers: on_progress("checking", layer, layers),
                 )  # fmt: skip
-            receipts = self._receipts(journal, calibration, growth)
+            receipts = without_nan(self._receipts(journal, calibration, growth))
             write_file(self.out / RECEIPTS, json.dumps(receipts, indent=1) + "\n")
             journal.finish()
         return Outcome(receipts, False)
@@ -106,6 +108,27 @@ class Conversion:
             "dense": None if self.recipe.dense is None else self.recipe.dense.name,
             "calibration_sha256": hashlib.sha256(ids.encode()).hexdigest()[:16] if ids else None,
         }
+
+    def _require_place(self) -> None:
+        try:
+            is_model = os.path.realpath(self.out) == os.path.realpath(self.model_dir)
+            os.stat(self.out)
+        except FileNotFoundError:
+            return
+        except OSError as error:
+            raise ConfigError(
+                f"--out {self.out}: {error.strerror}; choose another folder"
+            ) from None
+        if is_model:
+            raise ConfigError(f"--out {self.out} is the model itself; choose another folder")
+
+    def _require_unchanged(self) -> None:
+        now = stamps(self.headers)
+        if changed := [file for file in now if now[file] != self.stamps[file]]:
+            raise CheckpointError(
+                f"{os.path.join(self.model_dir, changed[0])} was changed while it was read: remove "
+                f"{self.out} and give the same command again"
+            )
 
     def _require_space(self) -> None:
         """Before the folder is made. What whole files of an earlier run hold counts as there."""
@@ -132,6 +155,12 @@ class Conversion:
             raise ConfigError(
                 f"--out {self.out} was complete, but {lost[0]} is missing or of another length "
                 "now: remove the folder and give the same command again"
+            )
+        made = (self.out / RECEIPTS).stat().st_mtime_ns
+        if newer := [file for file, (_, changed) in self.stamps.items() if changed > made]:
+            raise ConfigError(
+                f"--out {self.out} was complete before {newer[0]} of the model was written: remove "
+                "the folder and give the same command again"
             )
 
     def _write_shards(self, journal: Journal, on_progress: OnProgress) -> None:
@@ -206,6 +235,15 @@ def write_job(source: Source, job: Job, file: ShardFile) -> Iterator[Receipt]:
     for name, tensor in tensors.items():
         file.write(name, tensor)
     yield receipt
+
+
+def without_nan(value: Any) -> Any:
+    """The same with null for a figure that is no finite number, which JSON hasn't."""
+    if isinstance(value, dict):
+        return {key: without_nan(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [without_nan(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def is_copied(path: Path) -> bool:

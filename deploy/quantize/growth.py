@@ -37,7 +37,10 @@ class LayerGrowth:
 
 @dataclass(frozen=True)
 class Flag:
-    """A layer that grows, and the expert that adds most of what is too much (-1: none does)."""
+    """A layer that grows, and the expert that adds most of what is too much (-1: none does).
+
+    Layer -1: the answers.
+    """
 
     layer: int
     expert: int
@@ -81,11 +84,17 @@ def check_growth(
         rows.append(row)
         del layer, routed  # the next one is read with the room of this one
     divergence = _divergence(source.logits(streams[0]), packed.logits(streams[1]))
+    if not flags and not math.isfinite(divergence):
+        flags.append(Flag(-1, -1, "the answers of the two models can't be compared: logits aren't "
+                          "finite"))  # fmt: skip
     return Growth(tuple(rows), tuple(flags), _rounded(divergence))
 
 
 def _too_much(row: LayerGrowth, before: list[LayerGrowth]) -> str:
     """Why a layer is flagged, "" for one that isn't. What isn't finite is too much."""
+    if not math.isfinite(row.packed_rms + row.source_rms):
+        where = ("", " in both models")[not math.isfinite(row.source_rms)]
+        return f"the RMS of the residual is beyond what float32 holds{where}"
     excess = _ratio(row.packed_growth, row.source_growth, math.inf)
     ratio = _ratio(row.packed_rms, row.source_rms, math.inf)
     last = _ratio(before[-1].packed_rms, before[-1].source_rms, math.inf) if before else 1.0

@@ -1,7 +1,7 @@
 """What of an output directory is done: a line a file, so that a killed run is gone on with.
 
-The first line says what was asked for. The journal is there as long as the output isn't whole;
-then the receipts take its place.
+The first line says what was asked for, and of which files. The journal is there as long as the
+output isn't whole; then the receipts take its place.
 """
 
 from __future__ import annotations
@@ -24,13 +24,16 @@ JOURNAL = "nrank.quantize.jsonl"
 RECEIPTS = "nrank.quantize.json"
 
 Asked = Mapping[str, Any]  # of strings and numbers
+Stamps = Mapping[str, list[int]]  # bytes and time of change of each file of the source
 
 
 class Journal:
     """The one writer of an output directory, which it makes; close it after use."""
 
-    def __init__(self, folder: Path, asked: Asked) -> None:
-        """ConfigError where the directory holds something else, or another process writes it."""
+    def __init__(self, folder: Path, asked: Asked, stamps: Stamps) -> None:
+        """ConfigError where the directory holds something else, was begun with other files of the
+        source, or is written by another process.
+        """
         self.folder, self.path = folder, folder / JOURNAL
         try:
             folder.mkdir(parents=True, exist_ok=True)
@@ -43,7 +46,7 @@ class Journal:
             self._take_lock()
             self.done: dict[str, list[Receipt]] = {}
             self.is_complete = False
-            self._begin(dict(asked))
+            self._begin(dict(asked), dict(stamps))
         except BaseException:
             self.close()
             raise
@@ -56,9 +59,9 @@ class Journal:
                 f"--out {self.folder} is written by another process; wait for it or choose another"
             ) from None
 
-    def _begin(self, asked: dict[str, Any]) -> None:
+    def _begin(self, asked: dict[str, Any], stamps: dict[str, list[int]]) -> None:
         if self.path.exists():
-            self._resume(asked)
+            self._resume(asked, stamps)
         elif (self.folder / RECEIPTS).exists():
             was = read_json(str(self.folder / RECEIPTS)).get("asked")
             self._require_same(was, asked)
@@ -71,30 +74,36 @@ class Journal:
                     f"--out {self.folder} holds other files ({names[0]}); choose a folder that is "
                     "empty or not there yet"
                 )
-            write_file(self.path, json.dumps({"asked": asked}) + "\n")
+            write_file(self.path, json.dumps({"asked": asked, "stamps": stamps}) + "\n")
         if not self.is_complete:
             self._clear()
 
-    def _resume(self, asked: dict[str, Any]) -> None:
+    def _resume(self, asked: dict[str, Any], stamps: dict[str, list[int]]) -> None:
         try:
             require_regular(str(self.path))
             lines = self.path.read_bytes().split(b"\n")
             whole = lines[:-1]  # a line that was torn has no end
             entries = [json.loads(line) for line in whole]
-            was = entries[0]["asked"]
+            was, stamped = entries[0]["asked"], dict(entries[0]["stamps"])
             self.done = {
-                one["file"]: [Receipt(**each) for each in one["receipts"]] for one in entries[1:]
+                one["file"]: [Receipt.read(each) for each in one["receipts"]] for one in entries[1:]
             }
-        except (OSError, ValueError, LookupError, TypeError):
+        except (OSError, ValueError, LookupError, TypeError, RecursionError):
             raise ConfigError(f"{self.path} can't be read; remove {self.folder}") from None
         self._require_same(was, asked)
+        if others := [file for file in stamps if stamps[file] != stamped.get(file)]:
+            raise ConfigError(
+                f"--out {self.folder} was begun with another {others[0]}, of other length or time "
+                "of change: remove the folder and give the same command again"
+            )
         if lines[-1]:
             write_file(self.path, "".join(line.decode() + "\n" for line in whole))
 
     def _clear(self) -> None:
         """Of runs that were killed in the middle of a small file."""
         for path in left_behind(self.folder):
-            path.unlink(missing_ok=True)
+            if path.is_file():
+                self._remove(path)
 
     def _require_same(self, was: Any, now: dict[str, Any]) -> None:
         was = was if isinstance(was, dict) else {}
@@ -123,9 +132,16 @@ class Journal:
 
     def finish(self) -> None:
         """The receipts are written: nothing is left to go on with."""
-        self.path.unlink()
+        self._remove(self.path)
         sync_folder(self.folder)
         self.is_complete = True
+
+    @staticmethod
+    def _remove(path: Path) -> None:
+        try:
+            path.unlink(missing_ok=True)
+        except OSError as error:
+            raise unwritable(path, error) from error
 
     def close(self) -> None:
         os.close(self._lock)  # the lock ends with it, and with the process

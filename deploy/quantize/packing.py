@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, replace
 from math import ceil
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -29,6 +30,17 @@ class Receipt:
     error: float
     cosine: float
     largest_error: float
+
+    @classmethod
+    def read(cls, stored: Any) -> Receipt:
+        """The receipt that was stored as JSON. TypeError or LookupError for what is none."""
+        named = [stored[key] for key in ("name", "format")]
+        figures = [stored[key] for key in ("error", "cosine", "largest_error")]
+        if not all(isinstance(one, str) for one in named) or not all(
+            isinstance(one, float) for one in figures
+        ):
+            raise TypeError
+        return cls(*named, *figures)
 
 
 @dataclass

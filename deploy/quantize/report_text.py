@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Callable, Iterator
 from statistics import mean
@@ -58,7 +59,8 @@ def report_lines(receipts: dict[str, Any], out: str, was_complete: bool) -> Iter
     yield _checked(receipts)
     for flag in flags.values():
         expert = f", expert {flag['expert']} most" if flag["expert"] >= 0 else ""
-        yield f"FLAGGED layer {flag['layer']}{expert}: {flag['text']}"
+        where = f"layer {flag['layer']}" if flag["layer"] >= 0 else "logits"
+        yield f"FLAGGED {where}{expert}: {flag['text']}"
     yield f"{out} {'was complete already' if was_complete else 'is complete'}"
 
 
@@ -71,8 +73,9 @@ def _row(
     text = f"{group:>6}  {formats:12} {len(matrices):8} {error}"
     if row is not None:
         text += (
-            f"  {row['packed_rms']:9.4f} {row['source_rms']:9.4f} {row['packed_growth']:7.3f} "
-            f"{row['source_growth']:9.3f}  {'GROWS' if is_flagged else ''}"
+            f"  {_figure(row['packed_rms']):9.4f} {_figure(row['source_rms']):9.4f} "
+            f"{_figure(row['packed_growth']):7.3f} {_figure(row['source_growth']):9.3f}  "
+            f"{'GROWS' if is_flagged else ''}"
         )
     return text.rstrip()
 
@@ -83,5 +86,11 @@ def _checked(receipts: dict[str, Any]) -> str:
         return "not checked on a text: no rank can run this model yet"
     tokens = f"{calibration['tokens']} tokens ({calibration['origin']})"
     return (
-        f"on {tokens} next-token distributions diverge by {growth['divergence']:.4f} nats a token"
+        f"on {tokens} next-token distributions diverge by {_figure(growth['divergence']):.4f} "
+        "nats a token"
     )
+
+
+def _figure(value: float | None) -> float:
+    """NaN for null: the figure was no finite number."""
+    return math.nan if value is None else value

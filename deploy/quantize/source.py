@@ -16,7 +16,7 @@ from torch import Tensor
 from ops.lowbit.packed import Packed, dequantised
 from placement.errors import CheckpointError
 from placement.formats import WeightFormat
-from placement.headers import DTYPE_BITS, TensorHeader
+from placement.headers import DTYPE_BITS, CheckpointHeaders, TensorHeader
 
 TORCH_DTYPES = {
     "F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16,
@@ -45,6 +45,18 @@ class Matrix:
     @property
     def row_bytes(self) -> int:
         return self.shape[1] * DTYPE_BITS[self.header.dtype] // 8
+
+
+def stamps(headers: CheckpointHeaders) -> dict[str, list[int]]:
+    """Bytes and time of change (ns) of each file of weights; the weights themselves aren't read."""
+    found = {}
+    for path in sorted({one.file for one in headers.tensors.values()}):
+        try:
+            status = os.stat(path)
+        except OSError as error:
+            raise CheckpointError(f"{path}: can't be read ({error.strerror})") from error
+        found[os.path.basename(path)] = [status.st_size, status.st_mtime_ns]
+    return found
 
 
 class Source:

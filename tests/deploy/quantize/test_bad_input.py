@@ -15,7 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from deploy.quantize.journal import JOURNAL
+from deploy.quantize.journal import JOURNAL, RECEIPTS
 from placement.errors import ConfigError
 from tests.deploy.quantize.conftest import Convert, convert_into
 from tests.golden.lowbit_checkpoint import Pair
@@ -49,6 +49,9 @@ def changed(source: Path, folder: Path, name: str, tensor: torch.Tensor | None) 
         (("--format", "w4g32:0-9"), "names layer 9, but twin has 2 layers and 1 of drafts"),
         (("--format", "w4g32:0"), "says nothing about layer 1: add a range"),
         (("--format", "w4g32:1-0"), "'1-0' is no range of layers"),
+        (("--format", "w4g32:"), "'' is no range of layers"),
+        (("--format", "w4g32:0-"), "'0-' is no range of layers"),
+        (("--format", "w4g32:\u0660-\u0662"), "is no range of layers"),
         (("--format", "f32"), "leaves twin as it is; name a format below 16 bits"),
         (("--format", "bf16:0,w2:1-2"), "floats of twin are float32 and stay so"),
         (("--format", "w4g32", "--dense", "w8_sym:0-1"), "names layers; it takes one format"),
@@ -61,6 +64,11 @@ def test_what_can_not_be_made_is_told_before_a_folder_is(
     out = tmp_path / "out"
     assert named in refused("--model", str(sources.twin), "--out", str(out), *flags)
     assert not out.exists()
+
+
+def test_a_model_without_a_name_is_told(refused: Refused, tmp_path: Path) -> None:
+    line = ("--format", "w4g32", "--out", str(tmp_path / "out"))
+    assert "'' is no model directory" in refused("--model", "", *line)
 
 
 def test_a_missing_tensor_is_named(sources: Pair, refused: Refused, tmp_path: Path) -> None:
@@ -145,6 +153,18 @@ def test_an_output_that_is_no_folder_is_told(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
+@pytest.mark.parametrize("kind", ["too long", "link to itself"])
+def test_an_output_that_can_be_no_folder_is_told(
+    sources: Pair, refused: Refused, tmp_path: Path, kind: str
+) -> None:
+    out = tmp_path / ("a" * 300 if kind == "too long" else "out")
+    if kind == "link to itself":
+        out.symlink_to("out")
+    for place in (out, out / "below"):
+        line = ("--model", str(sources.twin), "--format", "w4g32", "--out", str(place))
+        assert re.search(f"--out {place}: .*; choose another folder", refused(*line))
+
+
 @pytest.mark.timeout(60)
 @pytest.mark.parametrize("make", [os.mkfifo, os.mkdir])
 def test_a_journal_that_is_no_file_is_told(
@@ -165,6 +185,33 @@ def test_a_complete_output_that_lost_a_file_since_is_told(
     file.unlink() if harm == "removed" else os.truncate(file, 100)
     with pytest.raises(ConfigError, match=f"was complete, but {file.name} is missing or of an"):
         convert_into(tmp_path / "out", sources.twin, "w4g32")
+
+
+def test_a_model_that_was_written_after_its_output_is_told(
+    sources: Pair, converted: Convert, tmp_path: Path
+) -> None:
+    shutil.copytree(converted(sources.twin, "w4g32"), tmp_path / "out")
+    shutil.copytree(sources.twin, tmp_path / "twin")
+    (file,) = (tmp_path / "twin").glob("*.safetensors")
+    convert_into(tmp_path / "out", tmp_path / "twin", "w4g32")
+    file.touch()
+    with pytest.raises(ConfigError, match=f"was complete before {file.name} of the model was wri"):
+        convert_into(tmp_path / "out", tmp_path / "twin", "w4g32")
+
+
+@pytest.mark.parametrize("lost", ["matrices", "components", "growth"])
+def test_receipts_that_lack_a_part_are_told(
+    sources: Pair, converted: Convert, refused: Refused, tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch, lost: str,
+) -> None:  # fmt: skip
+    out = tmp_path / "out"
+    shutil.copytree(converted(sources.twin, "w4g32"), out)
+    monkeypatch.setattr("deploy.quantize_command.calibration_of", lambda *_: None)
+    receipts = json.loads((out / RECEIPTS).read_text())
+    del receipts[lost]
+    (out / RECEIPTS).write_text(json.dumps(receipts))
+    line = ("--model", str(sources.twin), "--format", "w4g32", "--out", str(out))
+    assert f"{RECEIPTS} can't be read; remove the folder" in refused(*line)
 
 
 def test_a_folder_of_something_else_is_left_alone(
@@ -256,9 +303,10 @@ def test_weights_that_are_packed_already_are_refused(
     assert "is stored as w4g32 already; quantise from floats or fp8_block128" in said
 
 
+@pytest.mark.parametrize("text", [json.dumps(["no"]), "[" * 100_000], ids=["list", "deep"])
 def test_a_journal_that_can_not_be_read_is_told(
-    sources: Pair, refused: Refused, tmp_path: Path
+    sources: Pair, refused: Refused, tmp_path: Path, text: str
 ) -> None:
-    (tmp_path / JOURNAL).write_text(json.dumps(["no"]) + "\n")
+    (tmp_path / JOURNAL).write_text(text + "\n")
     line = ("--model", str(sources.twin), "--format", "w4g32", "--out", str(tmp_path))
     assert f"{JOURNAL} can't be read; remove" in refused(*line)

@@ -323,6 +323,34 @@ def test_a_residual_of_nothing_is_no_growth(sources: Pair, tmp_path: Path) -> No
     assert not found.flags
 
 
+@pytest.mark.parametrize(
+    ("name", "said"),
+    [
+        (
+            "model.embed_tokens.weight",
+            "FLAGGED layer 0: the RMS of the residual is beyond what float32 holds",
+        ),
+        ("lm_head.weight", "FLAGGED logits: the answers of the two models can't be compared"),
+    ],
+)
+def test_figures_that_overflow_fail_the_command_and_are_null_in_the_receipts(
+    sources: Pair, tmp_path: Path, capsys: pytest.CaptureFixture[str], name: str, said: str
+) -> None:
+    shutil.copytree(sources.twin, tmp_path / "model")
+    (file,) = (tmp_path / "model").glob("*.safetensors")
+    tensors = load_file(file)
+    tensors[name].fill_(1e38)
+    save_file(tensors, file)
+    line = ["quantize", "--model", str(tmp_path / "model"), "--format", "w4g32", "--out"]
+    for again in (False, True):
+        assert main([*line, str(tmp_path / "out")]) == 1, again
+        assert said in capsys.readouterr().out
+    text = (tmp_path / "out" / RECEIPTS).read_text()
+    growth = json.loads(text, parse_constant=pytest.fail)["growth"]
+    rows = growth["layers"]
+    assert None in (growth["divergence"], rows[0]["packed_rms"])
+
+
 def test_a_flag_makes_the_command_fail(
     sources: Pair, tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
