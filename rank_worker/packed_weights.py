@@ -116,15 +116,15 @@ class PackedReader:
             wanted = f"at least {1 / limit:g}" if divides else f"above 0 and at most {limit:g}"
         if wrong.any():
             index = tuple(int(i) for i in wrong.nonzero()[0])
-            name = self._disk_name(f"{tensor.role}.{part}", index)
+            name, at = self._disk_place(f"{tensor.role}.{part}", index)
             raise CheckpointError(
                 f"{name}: {int(wrong.sum())} of its values can't be a {part.replace('_', ' ')}, "
-                f"the first is {values[index]:g} at {list(index[-2:])}; allowed is {wanted}: "
+                f"the first is {values[index]:g} at {at}; allowed is {wanted}: "
                 "quantise the model again or load the file again"
             )
 
-    def _disk_name(self, role: str, index: tuple[int, ...]) -> str:
-        """Name of the tensor on disk that has the value at a local index of `role`."""
+    def _disk_place(self, role: str, index: tuple[int, ...]) -> tuple[str, list[int]]:
+        """The tensor on disk that has the value at a local index of `role`, and where in it."""
         spec = self.scales[role]
         at = list(index)
         for start, stop in local_index_ranges(spec, self.share):
@@ -136,8 +136,9 @@ class PackedReader:
             size = (*[1] * (len(at) - len(piece.shape)), *piece.shape)
             spans = zip(at, piece.origin, size, strict=False)
             if all(origin <= i < origin + extent for i, origin, extent in spans):
-                return piece.name
-        return role
+                own = [i - origin for i, origin in zip(at, piece.origin, strict=False)]
+                return piece.name, own[len(own) - len(piece.shape) :]
+        return role, at
 
 
 def _no_number(tensor: TensorSpec) -> CheckpointError:

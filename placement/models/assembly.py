@@ -164,9 +164,9 @@ def end_tokens(
 def checkpoint_dtype(
     config: Mapping[str, Any], cfg: ConfigReader, embed: str, headers: CheckpointHeaders | None
 ) -> str:
-    """The dtype of the embedding on disk, else the one that the config states."""
-    if headers is not None:
-        return DTYPE_NAMES[headers.tensors[embed].dtype]
+    """The dtype of the embedding on disk where it is in floats, else the one of the config."""
+    if headers is not None and (found := DTYPE_NAMES.get(headers.tensors[embed].dtype)):
+        return found
     stated = cfg.get("dtype") or cfg.get("torch_dtype") or config.get("dtype")
     stated = stated or config.get("torch_dtype") or DEFAULT_DTYPE
     if stated not in DTYPE_NAMES.values():

@@ -88,7 +88,11 @@ VALUES = [
         rf"{UP}.weight_shape says \[128, 64\], but .*128\]",
     ),
     ("w4-dense", put(f"{OUT_NAME}_shape", 5), rf"{OUT_NAME}_shape says \[5, 192\], but its matrix"),
-    ("w4g32", put(f"{UP}.weight_scale", float("nan"), 5), f"{UP}.weight_scale: 1 of its values"),
+    (
+        "w4g32",
+        put(f"{UP}.weight_scale", float("nan"), 5),
+        rf"{UP}.weight_scale: 1 of .* nan at \[1, 1\]",
+    ),
     ("w4g32", put(f"{DOWN}.weight_scale", 0.0), r"the first is 0 at \[0, 0\]"),
     ("w4g32", put(f"{DOWN}.weight_scale", -0.5), f"{DOWN}.weight_scale: .*above 0"),
     ("w4g32", put(f"{DOWN}.weight_scale", float("inf")), f"{DOWN}.weight_scale: .*at most 8188"),
@@ -202,6 +206,19 @@ OTHERS = [
         rf"{UP}.weight is w8 .* zero points of 2, but .* w8 .* zero points of 4; both",
     ),
 ]  # fmt: skip
+
+
+@pytest.mark.parametrize("dtype", [torch.float8_e4m3fn, torch.int8])
+def test_an_embedding_that_is_not_plain_is_refused_by_name(
+    broken: Callable[[str, Change], Path], dtype: torch.dtype
+) -> None:
+    def change(tensors: Tensors) -> None:
+        name = "model.embed_tokens.weight"
+        tensors[name] = tensors[name].to(dtype)
+        tensors[f"{name}_scale"] = torch.ones(len(tensors[name]), 1)
+
+    with pytest.raises(CheckpointError, match=r"can't be run: embed is stored as (fp8|w8)_\w+;"):
+        prepare(EngineConfig(str(broken("w4g32", change)), context_tokens=64))
 
 
 @pytest.mark.parametrize(("name", "change", "message"), OTHERS)
