@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import platform
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -70,6 +71,11 @@ class Comm(Protocol):
         exchange as it is made, and have nothing left to do here.
         """
 
+    def recording(self) -> AbstractContextManager[None]:
+        """Collectives inside are recorded and not done, so `check_order` leaves them out: where a
+        recording fails, this rank has asked for fewer of them than its peers.
+        """
+
     def roll_call(self, phase: str, limit: TimeLimit) -> None:
         """Wait, at length and without a collective, until all ranks have loaded.
 
@@ -105,6 +111,9 @@ class LocalComm:
 
     def check_order(self, epoch: int, step: int) -> None:
         pass
+
+    def recording(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def roll_call(self, phase: str, limit: TimeLimit) -> None:
         pass

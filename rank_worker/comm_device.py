@@ -13,7 +13,8 @@ from __future__ import annotations
 import logging
 import math
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import timedelta
 from typing import Any, cast
 
@@ -120,6 +121,14 @@ class DeviceComm(GlooComm):
                 ", the gang is out of step and is restarted",
                 rank=self.rank, step=step, phase="collective",
             )  # fmt: skip
+
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        before = self._collectives, self._digest
+        try:
+            yield
+        finally:
+            self._collectives, self._digest = before
 
     def barrier(self) -> None:
         """On the host: work on the chips may go on."""

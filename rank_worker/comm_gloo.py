@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
 from datetime import timedelta
 from typing import Protocol, cast
 
@@ -183,6 +184,9 @@ class GlooComm:
 
     def check_order(self, epoch: int, step: int) -> None:
         """Each collective was compared before its data was sent."""
+
+    def recording(self) -> AbstractContextManager[None]:
+        return nullcontext()
 
     def roll_call(self, phase: str, limit: TimeLimit) -> None:
         self._meeting.roll_call(phase, limit)

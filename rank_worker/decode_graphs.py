@@ -98,8 +98,12 @@ class DecodeGraphs:
         graph. Where a rank fails, no rank keeps any.
         """
         for size in sorted(sizes, reverse=True):
-            reason = self._record(size)
-            if self._failed(reason, comm):
+            reason = self._record(size, comm)
+            is_failed = self._failed(reason, comm)  # all ranks meet in the check, or none does
+            if not is_failed:
+                reason = self.check(self._recorded[size])
+                is_failed = self._failed(reason, comm)
+            if is_failed:
                 self._recorded.clear()
                 self.counts.refused = reason or "another rank could not"
                 _log.warning("no decode graphs: %s", self.counts.refused)
@@ -108,8 +112,8 @@ class DecodeGraphs:
             named = ", ".join(f"{rows} x {width}" for width, rows in sorted(sizes))
             _log.info("decode graphs of rows x tokens: %s", named)
 
-    def _record(self, size: GraphSize) -> str:
-        """Why there is no graph of `size`; empty when there is."""
+    def _record(self, size: GraphSize, comm: Comm) -> str:
+        """Why there is no graph of `size`; empty when there is, not checked yet."""
         slots = self.builder.upload([0] * size.rows)
         starts = self.builder.upload([0] * size.rows)
         self._forward(slots, starts, size.width)  # what is made once is made now
@@ -122,12 +126,13 @@ class DecodeGraphs:
             return (*results, *(x for own in inputs for x in own))
 
         try:
-            graph = self.device.capture(run)
+            with comm.recording():
+                graph = self.device.capture(run)
         except RuntimeError as error:
             reason = (str(error).splitlines() or ["?"])[0]
             return f"recording {size.rows} rows failed: {reason}"
-        self._recorded[size] = recorded = _Recorded(size, slots, starts, graph, counts)
-        return self.check(recorded)
+        self._recorded[size] = _Recorded(size, slots, starts, graph, counts)
+        return ""
 
     def _failed(self, reason: str, comm: Comm) -> bool:
         """Whether this rank or another has one."""
@@ -138,11 +143,12 @@ class DecodeGraphs:
         """Replays one row, repeated, with two inputs, against that row alone without a graph.
 
         A result that was merely kept from recording would not follow its input; an operator that
-        updates states row by row in place would count a repeated row twice.
+        updates states row by row in place would count a repeated row twice. Whatever is found,
+        both inputs run: the other ranks' collectives wait for this one's.
         """
         width, rows = recorded.size
         row = self._group(recorded.slots[:1], recorded.starts[:1], width)
-        seen = []
+        seen, reasons = [], list[str]()
         for token in (1, 2):
             self.builder.last_tokens.fill_(token)
             self.builder.drafts.fill_(token)
@@ -155,12 +161,14 @@ class DecodeGraphs:
             found = [replayed.view(rows, *logits.shape), *self._slot(row)]
             seen.append(found[0])
             if not _close(found[0], expected[0]):
-                return f"a replay of {rows} rows differs from the pass without a graph"
-            if not all(map(_close, found[1:], expected[1:])):
-                return f"a row that is repeated {rows} times changes its state more than once"
+                reasons.append(f"a replay of {rows} rows differs from the pass without a graph")
+            elif not all(map(_close, found[1:], expected[1:])):
+                reasons.append(
+                    f"a row that is repeated {rows} times changes its state more than once"
+                )
         if seen[0].numel() and torch.equal(*seen):
-            return f"a replay of {rows} rows does not follow its input"
-        return ""
+            reasons.append(f"a replay of {rows} rows does not follow its input")
+        return reasons[0] if reasons else ""
 
     def _slot(self, row: DecodeGroup) -> list[Tensor]:
         """What slot 0 holds once all tokens of `row` are kept."""

@@ -112,7 +112,10 @@ class Runner:
     def record_graphs(self) -> None:
         """Decode graphs, where the device has them. Leaves slot 0 as it is for a new sequence."""
         limit = self.graphs.device.max_graphs(self.comm.world_size)
-        sizes = graph_sizes(self.store.num_slots, self.builder.num_drafts, limit)
+        drafts = self.builder.num_drafts
+        if drafts >= self.graphs.context_tokens:
+            drafts = 0  # no row is ever that long
+        sizes = graph_sizes(self.store.num_slots, drafts, limit)
         self.graphs.record(sizes, self.comm)
 
     def _start_sequences(self, plan: StepPlan) -> None:

@@ -12,7 +12,7 @@ import pytest
 import torch
 
 from placement.config import EngineConfig
-from rank_worker.launch import Engine, GenerationResult, launch_engine
+from rank_worker.launch import Engine, GenerationResult, RankMaker, launch_engine
 from rank_worker.messages import EngineRequest, TokenBatch
 from rank_worker.rank import Rank
 from rank_worker.step_plan import Opcode, StepPlan, decode, encode
@@ -28,7 +28,7 @@ def launched(
 ) -> Callable[..., Launched]:
     """launched("embedded" | "random-8", ranks=N, **config): every step is checked."""
 
-    def launch(model: str, ranks: int = 1, **config: Any) -> Launched:
+    def launch(model: str, ranks: int = 1, make_rank: RankMaker = Rank, **config: Any) -> Launched:
         folder = embedded_model_dir if model == "embedded" else random_checkpoint(layers=8)
         settings: dict[str, Any] = {
             "page_tokens": 16,
@@ -38,7 +38,8 @@ def launched(
             "check_contracts": True,
             "step_timeout_s": 60.0,
         }
-        return launch_engine(EngineConfig(str(folder), ranks=ranks, **{**settings, **config}))
+        engine = EngineConfig(str(folder), ranks=ranks, **{**settings, **config})
+        return launch_engine(engine, make_rank=make_rank)
 
     return launch
 

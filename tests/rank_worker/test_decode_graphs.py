@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,54 +11,17 @@ import pytest
 import torch
 
 import rank_worker.rank as rank_module
-from ops.spec import Capability
 from rank_worker.decode_graphs import FALLBACKS, DecodeGraphs, GraphSize, graph_sizes
-from rank_worker.device import CpuDevice
 from rank_worker.launch import Engine
 from rank_worker.messages import EngineRequest
 from tests.conftest import Golden
-
-
-class Replay:
-    """Runs what was recorded again, into the tensors that it made first."""
-
-    def __init__(self, function: Callable[[], Any]) -> None:
-        self._function = function
-        self.result = function()
-
-    def replay(self) -> None:
-        for held, made in zip(self.result, self._function(), strict=True):
-            held.copy_(made)
-
-
-class StaleReplay(Replay):
-    """A graph that misses an input."""
-
-    def replay(self) -> None:
-        pass
-
-
-class ReplayingDevice(CpuDevice):
-    """Work is queued as on a chip: shapes don't follow positions, and steps can be recorded."""
-
-    has_queues = True
-
-    def __init__(
-        self, replay: type[Replay] = Replay, graphs: int | None = None, backend: str = "played"
-    ) -> None:
-        """Operators are those of `backend`; one without variants runs the reference."""
-        self._replay, self._graphs, self._backend = replay, graphs, backend
-        self.recorded = 0
-
-    def capability(self, dtype: torch.dtype) -> Capability:
-        return Capability(self._backend, dtype=dtype)
-
-    def max_graphs(self, world_size: int) -> int | None:
-        return self._graphs
-
-    def capture(self, function: Callable[[], Any]) -> Replay:
-        self.recorded += 1
-        return self._replay(function)
+from tests.rank_worker.replaying_device import (
+    Fault,
+    Replay,
+    ReplayingDevice,
+    ReplayingRank,
+    StaleReplay,
+)
 
 
 @pytest.mark.parametrize(
@@ -226,3 +190,32 @@ def test_a_step_that_cannot_be_recorded_leaves_all_ranks_without_graphs(
         result = engine.generate([EngineRequest("a", (1, 2, 3), 4, ignore_eos=True)])[0]
         assert len(result.token_ids) == 4
         assert torch.is_inference_mode_enabled() is False
+
+
+@pytest.mark.parametrize("fault", list(Fault))
+@pytest.mark.parametrize("broken", [0, 1])
+def test_a_fault_of_one_rank_leaves_all_without_graphs(
+    launched: Callable[..., Any], fault: Fault, broken: int
+) -> None:
+    """Nobody goes on to a check whose collectives the other doesn't join."""
+    make_rank = partial(ReplayingRank, fault=fault, broken=broken)
+    settings = {"max_sequences": 2, "step_timeout_s": 20.0, "check_contracts": False}
+    with launched("embedded", ranks=2, make_rank=make_rank, **settings) as engine:
+        refused = engine.rank0.runner.graphs.counts.refused
+        assert refused == "another rank could not" if broken else fault in refused
+        result = engine.generate([EngineRequest("a", (1, 2, 3), 4, ignore_eos=True)])[0]
+        assert len(result.token_ids) == 4
+        assert engine.rank0.runner.graphs.counts.replayed == 0
+
+
+@pytest.mark.parametrize("context_tokens", [4, 5])
+def test_no_graph_is_longer_than_the_context(
+    replaying: Callable[..., Any], context_tokens: int
+) -> None:
+    """The fifth token of a row with four drafts has no page in a context of four."""
+    device = ReplayingDevice()
+    sizes = {"context_tokens": context_tokens, "page_tokens": 4, "kv_pool_tokens": 64}
+    with replaying(device, mtp=4, max_sequences=2, **sizes) as engine:
+        assert device.recorded == (2 if context_tokens == 4 else 4)
+        result = engine.generate([EngineRequest("a", (1, 2), 2, ignore_eos=True)])[0]
+        assert len(result.token_ids) == 2

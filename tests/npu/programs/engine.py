@@ -140,6 +140,14 @@ def other_order(runner: Runner) -> None:
         vars(comm).update(all_reduce_=all_reduce_, all_gather=all_gather)
 
 
+def lost_recording(runner: Runner) -> None:
+    """Rank 1 failed to record a graph, behind the first of its collectives."""
+    comm = runner.comm
+    if comm.rank == 1:
+        with comm.recording():
+            comm.all_gather(runner.builder.last_tokens)
+
+
 FAULTS: dict[str, Callable[[Runner], None]] = {
     "host_read": host_read,
     "fresh_tensor": fresh_tensor,
@@ -149,6 +157,7 @@ REFUSED: dict[str, Callable[[Runner], None]] = {
     "nothing": lambda _: None,
     "last_expert": expert_ids(0),
     "sentinel_expert": expert_ids(1),
+    "lost_recording": lost_recording,
     "other_order": other_order,
 }
 
