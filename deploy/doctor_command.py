@@ -45,7 +45,7 @@ def run(arguments: argparse.Namespace) -> int:
     from deploy.doctor.findings_text import as_text
 
     model_dir = model_path(arguments.model)
-    if arguments.ops:
+    if arguments.ops is not None:
         from deploy.doctor.operators import probe_operators
 
         dtype = arguments.dtype or default_dtype(arguments.device, model_dir)

@@ -1,8 +1,8 @@
 """What operators were found to do on one machine: a JSON file that `nrank doctor --ops` writes.
 
-A file belongs to a chip, a number type and versions; with any other it is refused, since it would
-tell of operators that are not those which run. Results become components of a Capability, by which
-the registry passes over what failed.
+A file belongs to a chip, a number type, versions and a model's sizes; with any other it is refused,
+since it would tell of operators that are not those which run. Results become components of a
+Capability, by which the registry passes over what failed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from ops.spec import PASSED, PROBED, Capability
 from placement.errors import ConfigError
 from placement.whole_file import write_whole
 
-SCHEMA = 1
+SCHEMA = 2  # 1 had no model
 
 
 @dataclass(frozen=True)
@@ -35,19 +35,19 @@ class OpResult:
         return self.result == PASSED
 
 
-def identity(capability: Capability) -> dict[str, Any]:
-    """What a file has to agree with."""
+def identity(capability: Capability, model: str) -> dict[str, Any]:
+    """What a file has to agree with. `model` names the sizes that operators are run at."""
     versions = {name: v for name, v in capability.versions if not name.startswith(PROBED)}
     dtype = str(capability.dtype).removeprefix("torch.")
-    own = {"backend": capability.backend, "soc": capability.soc, "dtype": dtype}
+    own = {"backend": capability.backend, "soc": capability.soc, "dtype": dtype, "model": model}
     return {"torch": torch.__version__, **versions, **own}
 
 
-def write(path: Path, capability: Capability, results: Mapping[str, OpResult]) -> None:
+def write(path: Path, capability: Capability, model: str, results: Mapping[str, OpResult]) -> None:
     """Whole or not at all. `results` are by the names of implementations."""
     told = {
         "schema": SCHEMA,
-        "identity": identity(capability),
+        "identity": identity(capability, model),
         "operators": {name: asdict(result) for name, result in results.items()},
     }
     try:
@@ -56,20 +56,22 @@ def write(path: Path, capability: Capability, results: Mapping[str, OpResult]) -
         raise ConfigError(f"{path} can't be written: {error.strerror}; name another") from error
 
 
-def with_results(capability: Capability, path: Path) -> Capability:
+def with_results(capability: Capability, model: str, path: Path) -> Capability:
     """`capability` with the results in the file; ConfigError for one that is not this machine's."""
     again = "run nrank doctor --ops again"
     try:
         told = json.loads(path.read_text())
-        schema, found, operators = told["schema"], told["identity"], told["operators"]
-        results = {str(name): str(one["result"]) for name, one in operators.items()}
+        schema, found, operators = told["schema"], dict(told["identity"]), told["operators"]
+        results = {name: one["result"] for name, one in operators.items()}
+        if not all(isinstance(result, str) for result in results.values()):
+            raise TypeError("a result is a text")
     except OSError as error:
         raise ConfigError(f"{path} can't be read: {error.strerror}; {again}") from error
-    except (ValueError, KeyError, TypeError, AttributeError) as error:
+    except (ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
         raise ConfigError(f"{path} holds no results of operators; {again}") from error
     if schema != SCHEMA:
         raise ConfigError(f"{path} has schema {schema!r}, this version reads {SCHEMA}; {again}")
-    mine = identity(capability)
+    mine = identity(capability, model)
     wrong = sorted(name for name in {*mine, *found} if mine.get(name) != found.get(name))
     if wrong:
         name = wrong[0]

@@ -6,6 +6,7 @@ arguments only; what a model looks like is read from its spec.
 
 from __future__ import annotations
 
+import hashlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -60,6 +61,13 @@ def probe(device: Device, spec: ModelSpec, dtype: torch.dtype) -> dict[str, OpRe
             told = [_probe_one(device, variant, case, dtype) for case in mine]
             results[variant.name] = max(told, key=lambda one: (not one.is_passed, one.error or 0.0))
     return results
+
+
+def sizes_of(spec: ModelSpec) -> str:
+    """Family, hidden size and a hash of what `op_cases` reads of a model."""
+    parts = {repr(part) for layer in spec.layers for part in (layer.mixer, layer.channel)}
+    read = repr((spec.hidden, spec.residual, spec.norm_eps, sorted(parts)))
+    return f"{spec.family}/{spec.hidden}/{hashlib.sha256(read.encode()).hexdigest()[:8]}"
 
 
 def _probe_one(

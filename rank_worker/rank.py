@@ -40,6 +40,7 @@ from rank_worker.messages import (
     TokenBatch,
 )
 from rank_worker.model import parameter_dtype
+from rank_worker.op_probe import sizes_of
 from rank_worker.packed_weights import PackedReader
 from rank_worker.parts import Parts
 from rank_worker.rank_figures import (
@@ -147,7 +148,7 @@ class Rank:
         device = self._begin()
         capability = device.capability(dtype)
         if self.config.ops_file:
-            capability = with_results(capability, Path(self.config.ops_file))
+            capability = with_results(capability, sizes_of(spec), Path(self.config.ops_file))
         ops = OpSet(capability, self.config.check_contracts)
         device.prepare(ops.op_info())
         parts = Parts(

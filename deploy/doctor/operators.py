@@ -16,13 +16,13 @@ def probe_operators(device_name: str, model_dir: str, dtype: str, path: Path) ->
     from placement.models.registry import load_model_spec
     from rank_worker.device import open_device
     from rank_worker.model import parameter_dtype
-    from rank_worker.op_probe import TOLERANCE, probe
+    from rank_worker.op_probe import TOLERANCE, probe, sizes_of
 
     (spec, _), kind = load_model_spec(model_dir), parameter_dtype(dtype)
     device = open_device(device_name)
     device.begin(0, kind)
     results = probe(device, spec, kind)
-    write(path, device.capability(kind), results)
+    write(path, device.capability(kind), sizes_of(spec), results)
 
     def finding(name: str, result: OpResult) -> Finding:
         error = "" if result.error is None else f", largest error {result.error:.2g}"
