@@ -61,6 +61,8 @@ def make_parser() -> argparse.ArgumentParser:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Run a command line; returns the exit code."""
+    # torch would load torch_npu by itself, in each process, and not load where CANN is missing.
+    os.environ.setdefault("TORCH_DEVICE_BACKEND_AUTOLOAD", "0")
     try:
         arguments = make_parser().parse_args(argv)
         refuse_shadowed_packages()

@@ -38,13 +38,15 @@ TOKEN_VARIABLE = "RAY_AUTH_TOKEN_PATH"
 # replica that misses three health checks is killed. Serve's default is to ask it to drain first,
 # which takes minutes and comes to nothing. Requests and tokens go between its processes by gRPC, a
 # third cheaper than Ray's calls and as little bounded in size; an empty `grpc_proxy` keeps it from
-# the proxy that `http_proxy` may name.
+# the proxy that `http_proxy` may name. torch_npu is loaded by ranks alone, and not by torch in each
+# process that imports it: that takes seconds, and fails where CANN is missing.
 RAY_VARIABLES = {
     "RAY_worker_niceness": "0",
     "RAY_SERVE_FORCE_STOP_UNHEALTHY_REPLICAS": "1",
     "RAY_SERVE_USE_GRPC_BY_DEFAULT": "1",
     "RAY_SERVE_REPLICA_GRPC_MAX_MESSAGE_LENGTH": str((2 << 30) - 1),
     "grpc_proxy": "",
+    "TORCH_DEVICE_BACKEND_AUTOLOAD": "0",
 }
 
 

@@ -52,7 +52,7 @@ class NpuDevice(AcceleratorDevice):
     def _load(self) -> Any:
         try:
             importlib.import_module("torch_npu")
-        except (ImportError, RuntimeError, OSError) as error:
+        except Exception as error:  # a bare one where CANN's variables point to nothing
             cause = (str(error).splitlines() or [type(error).__name__])[0]
             raise ConfigError(
                 f"--device npu: torch_npu can't be loaded ({cause}); install nrank[npu] and CANN, "
@@ -65,8 +65,15 @@ class NpuDevice(AcceleratorDevice):
 
     def capability(self, dtype: torch.dtype) -> Capability:
         version = importlib.import_module("torch_npu").__version__
-        versions = (("torch", torch.__version__), (COMPONENT, version))
+        versions = (("torch", torch.__version__), (COMPONENT, version), ("CANN", self._cann()))
         return Capability(self.name, self.soc_name, dtype, versions)
+
+    def _cann(self) -> str:
+        """The version of CANN, whose kernels the operators are; empty where it can't be told."""
+        try:
+            return str(self.backend.utils.get_cann_version())
+        except (AttributeError, RuntimeError):
+            return ""
 
     def prepare(self, chosen: Sequence[OpInfo]) -> None:
         """Banks lie in tiles for the grouped product; the reference indexes them in rows."""

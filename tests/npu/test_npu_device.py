@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -17,6 +20,7 @@ from placement.config import EngineConfig
 from placement.errors import ConfigError
 from rank_worker.comm_device import hccl_environment
 
+ROOT = Path(__file__).parents[2]
 VERSIONS = (("torch_npu", "2.13.0"),)
 
 
@@ -99,6 +103,32 @@ def test_time_limits_of_hccl_are_whole_steps_and_never_shorter(
     assert told["HCCL_OP_EXPANSION_MODE"] == "HOST"
 
 
+@pytest.mark.parametrize(
+    ("environ", "cause"),
+    [
+        ({}, "lib"),  # the first library that the loader misses
+        ({"ASCEND_HOME_PATH": "/nowhere"}, "ASCEND_HOME_PATH : /nowhere does not exist"),
+    ],
+    ids=["no CANN", "variables of a CANN that is gone"],
+)
+def test_without_cann_a_command_ends_with_one_line(
+    libraries: Path, environ: dict[str, str], cause: str
+) -> None:
+    """torch would load torch_npu itself, and fail with it."""
+    own = {name: value for name, value in os.environ.items() if "AUTOLOAD" not in name}
+    if environ:
+        own |= {"LD_LIBRARY_PATH": str(libraries)}
+    command = ["generate", "--device", "npu", "--dtype", "float16", "--chat", "Hello."]
+    done = subprocess.run(
+        [sys.executable, "-m", "deploy.cli", *command], env={**own, **environ}, cwd=ROOT,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    (line,) = (line for line in done.stderr.splitlines() if line.startswith("nrank: "))
+    assert done.returncode == 2
+    assert line.startswith(f"nrank: --device npu: torch_npu can't be loaded ({cause}")
+    assert "Traceback" not in done.stderr
+
+
 def test_doctor_sees_that_nothing_is_computed_and_the_reference_runs_then(
     program: Callable[..., dict[str, Any]], tmp_path: Path
 ) -> None:
@@ -113,3 +143,5 @@ def test_doctor_sees_that_nothing_is_computed_and_the_reference_runs_then(
         "float16",
         "2.13.0",
     )
+    assert kept["CANN"] == "9.1.0"
+    assert kept["model"].startswith("qwen4_exp/192/")
