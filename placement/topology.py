@@ -40,6 +40,7 @@ class ChipProfile:
     fractal_layout: bool = False  # weights of matrix products lie in 16 x 32-byte tiles
     graph_bytes: int = 0  # captured decode graphs
     graph_draft_bytes: int = 0  # what each draft token of a step adds to them
+    missing_dtypes: tuple[str, ...] = ()  # that chips of this name don't compute in
     widened_bytes: int = 0  # of packed weights that are wide at once, where products need them so
 
     @property
@@ -83,6 +84,7 @@ PROFILES: Mapping[str, ChipProfile] = {
             fractal_layout=True,
             graph_bytes=256 * MIB,
             graph_draft_bytes=64 * MIB,
+            missing_dtypes=("bfloat16",),
             widened_bytes=WIDENED_BYTES,
         ),
         ChipProfile(

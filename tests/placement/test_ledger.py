@@ -285,3 +285,9 @@ def test_weights_that_a_chip_widens_have_their_place(
         for spec in (tiny[0], with_format(tiny[0], parse_format("w4g32")))
     )
     assert packed - plain == mib * MIB
+
+
+@pytest.mark.parametrize(("dtype", "is_told"), [("bfloat16", True), ("float16", False)])
+def test_a_type_that_the_chip_lacks_is_told(tiny: Loaded, dtype: str, is_told: bool) -> None:
+    told = planned(tiny[0], dtype=dtype).assumptions
+    assert any("310p3 has no bfloat16" in text for text in told) == is_told
