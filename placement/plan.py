@@ -353,8 +353,8 @@ def _assumptions(
     told = [f"chip profile {profile.name}: {profile.source}"]
     if config.dtype in profile.missing_dtypes:
         told.append(
-            f"{profile.name} has no {config.dtype} and refuses it at the start; use float16, unless "
-            "the chips are of another family"
+            f"{profile.name} has no {config.dtype} and refuses it at the start; use float16, "
+            "unless the chips are of another family"
         )
     if config.usable_bytes:
         told.append(f"usable_bytes = {config.usable_bytes} from the configuration")

@@ -58,9 +58,13 @@ class PrefillRow:
 
 @dataclass
 class Noted:
-    """What the ranks decided in a check step; None in others."""
+    """What the ranks decided in a check step, None in others; and which rows' routes count.
+
+    `counted` [T] int64 is 1 for rows that do and 0 for the others; None: all do.
+    """
 
     decisions: list[Tensor] | None
+    counted: Tensor | None = field(default=None, kw_only=True)
 
     def note_decision(self, values: Tensor) -> None:
         """Records a decision taken from replicated data, in check steps only."""

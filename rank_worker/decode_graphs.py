@@ -2,8 +2,8 @@
 and its drafts.
 
 A graph has a fixed number of rows; a step with fewer repeats its last row, which writes the same
-values to the same places again, so it leaves no trace but in the counts of routes. That holds
-where operators read all rows before they write one, which is checked when a graph is made.
+values to the same places again and isn't counted, so it leaves no trace. That holds where operators
+read all rows before they write one, which is checked when a graph is made.
 
 Prefill, steps with both kinds of rows and steps whose decisions are compared run without a graph,
 as do the commit of drafts and the draft head, which is one layer. All ranks record the same sizes
@@ -76,6 +76,7 @@ class _Recorded:
     size: GraphSize
     slots: Tensor  # [rows] int64
     starts: Tensor  # [rows] int64, position of each row's first token
+    counted: Tensor  # [rows] int64, 0 for rows that are repeated
     graph: CapturedGraph
     uncommitted: list[int]  # how many of the graph's last results belong to each layer
 
@@ -116,11 +117,12 @@ class DecodeGraphs:
         """Why there is no graph of `size`; empty when there is, not checked yet."""
         slots = self.builder.upload([0] * size.rows)
         starts = self.builder.upload([0] * size.rows)
+        counted = self.builder.upload([1] * size.rows)
         self._forward(slots, starts, size.width)  # what is made once is made now
         counts: list[int] = []
 
         def run() -> tuple[Tensor, ...]:
-            results = self._forward(slots, starts, size.width)
+            results = self._forward(slots, starts, size.width, counted)
             inputs = self.model.uncommitted() if size.width > 1 else []
             counts[:] = map(len, inputs)
             return (*results, *(x for own in inputs for x in own))
@@ -131,7 +133,7 @@ class DecodeGraphs:
         except RuntimeError as error:
             reason = (str(error).splitlines() or ["?"])[0]
             return f"recording {size.rows} rows failed: {reason}"
-        self._recorded[size] = _Recorded(size, slots, starts, graph, counts)
+        self._recorded[size] = _Recorded(size, slots, starts, counted, graph, counts)
         return ""
 
     def _failed(self, reason: str, comm: Comm) -> bool:
@@ -219,9 +221,11 @@ class DecodeGraphs:
         rows, starts = len(group.starts), group.positions[:, 0]
         recorded.slots[:rows].copy_(group.slots)
         recorded.starts[:rows].copy_(starts)
+        recorded.counted[:rows].fill_(1)
         if missing := recorded.size.rows - rows:
             recorded.slots[rows:].copy_(group.slots[-1:].expand(missing))
             recorded.starts[rows:].copy_(starts[-1:].expand(missing))
+            recorded.counted[rows:].zero_()
         recorded.graph.replay()
         if group.is_draft:
             made = iter(recorded.graph.result[2:])
@@ -237,7 +241,9 @@ class DecodeGraphs:
         longest = (self.context_tokens - width,) * slots.shape[0]
         return DecodeGroup(0, width, width > 1, slots, tables, longest, positions)
 
-    def _forward(self, slots: Tensor, starts: Tensor, width: int) -> tuple[Tensor, Tensor]:
+    def _forward(
+        self, slots: Tensor, starts: Tensor, width: int, counted: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
         """A decode step of rows at `starts` [rows] that carry their drafts if they are wider."""
         builder, group = self.builder, self._group(slots, starts, width)
         token_ids = builder.last_tokens.index_select(0, slots)
@@ -263,6 +269,7 @@ class DecodeGraphs:
             score_rows=nothing,
             score_targets=nothing,
             page_tables=builder.page_tables,
+            counted=None if counted is None else counted[:, None].expand(-1, width).reshape(-1),
         )
         return self.model.forward(batch)
 

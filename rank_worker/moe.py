@@ -91,7 +91,8 @@ class MoeChannel:
         logits, shared_gate, gate_up = torch.split_with_sizes(self.in_proj(x), self.widths, dim=-1)
         route_weights, ids = self.ops.route(logits, self.spec.top_k, self.spec.normalise_top_k)
         noted.note_decision(ids)
-        self.counts.index_add_(0, ids.view(-1), self._one.expand(ids.numel()))
+        counted = self._one if noted.counted is None else noted.counted[:, None]
+        self.counts.index_add_(0, ids.view(-1), counted.expand(ids.shape).reshape(-1))
         local = self._local(ids, positions)
         out = self.experts(x, route_weights, local)
         shared = self.ops.gated_swiglu(gate_up, shared_gate)

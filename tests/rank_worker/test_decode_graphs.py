@@ -135,6 +135,24 @@ def test_rows_with_drafts_are_replayed_and_committed(
         assert told["check"] + told["mixed"] < counts.replayed / 2
 
 
+@pytest.mark.parametrize("mtp", [0, 2])
+def test_rows_that_fill_a_graph_up_are_not_counted(
+    replaying: Callable[..., Any], golden: Callable[[str], Golden], mtp: int
+) -> None:
+    """Routes of one sequence, in graphs of eight rows and without any."""
+    counted = []
+    for graphs in (2, 0):
+        settings = {"max_sequences": 8, "mtp": mtp, "mtp_auto": False}
+        with replaying(ReplayingDevice(graphs=graphs), **settings) as engine:
+            runner = engine.rank0.runner
+            runner.reset_counts()
+            case = golden("embedded").cases[min(golden("embedded").cases)]
+            engine.generate([EngineRequest("a", case.prompt_ids, 24, ignore_eos=True)])
+            assert runner.graphs.counts.replayed > 8 or not graphs
+            counted.append(runner.expert_counts())
+    assert counted[0] == counted[1]
+
+
 class ForgetsInputs(Replay):
     """A commit after the replay takes what the recording left."""
 
