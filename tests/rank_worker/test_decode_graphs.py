@@ -135,13 +135,13 @@ def test_rows_with_drafts_are_replayed_and_committed(
         assert told["check"] + told["mixed"] < counts.replayed / 2
 
 
-@pytest.mark.parametrize("mtp", [0, 2])
+@pytest.mark.parametrize(("mtp", "limit"), [(0, 1), (2, 2)])
 def test_rows_that_fill_a_graph_up_are_not_counted(
-    replaying: Callable[..., Any], golden: Callable[[str], Golden], mtp: int
+    replaying: Callable[..., Any], golden: Callable[[str], Golden], mtp: int, limit: int
 ) -> None:
     """Routes of one sequence, in graphs of eight rows and without any."""
     counted = []
-    for graphs in (2, 0):
+    for graphs in (limit, 0):
         settings = {"max_sequences": 8, "mtp": mtp, "mtp_auto": False}
         with replaying(ReplayingDevice(graphs=graphs), **settings) as engine:
             runner = engine.rank0.runner
