@@ -109,7 +109,10 @@ class _Connection:
 
     async def _take(self, message: Message) -> None:
         if isinstance(message, Ask):
-            self._tasks[message.number] = asyncio.create_task(self._answer(message))
+            number, task = message.number, asyncio.create_task(self._answer(message))
+            self._tasks[number] = task
+            # Not by the task itself: one that is aborted before its first step never runs.
+            task.add_done_callback(lambda _: self._tasks.pop(number, None))
         elif isinstance(message, StopReached):
             await self._engine.stop_reached(message.request_id)
         elif isinstance(message, Abort) and message.number in self._tasks:
@@ -127,7 +130,6 @@ class _Connection:
             text = "the coordinator failed; see its log"
             await self._send(ask.number, Refusal(text, ErrorKind.RANK_FAILURE, False))
         finally:
-            del self._tasks[ask.number]
             await batches.aclose()
 
     async def _send(self, number: int, item: TokenBatch | Refusal) -> None:

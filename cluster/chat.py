@@ -83,6 +83,6 @@ def _arguments(value: object) -> object:
         return value if value is not None else {}
     try:
         parsed = json.loads(value)
-    except ValueError:
+    except (ValueError, RecursionError):
         return value  # kept as text: the template shows it as it is
     return parsed if isinstance(parsed, dict) else value

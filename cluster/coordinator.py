@@ -271,6 +271,7 @@ class Coordinator:
 
     def _gang_ended(self, error: NrankError | None) -> None:
         self._start = None
+        self._metrics.end_ranks(self._supervisor.epoch)
         kind = ErrorKind.DRAINING if self._draining else ErrorKind.RANK_FAILURE
         text = f"{public_text(error)}; retry later" if error is not None else "the gang has ended"
         self._streams.fail_all(kind, text)

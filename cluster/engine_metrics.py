@@ -119,6 +119,10 @@ class EngineMetrics:
         """Take how far ranks have loaded, from the same ranks that will send snapshots."""
         self._ranks.update_load(epoch, ranks)
 
+    def end_ranks(self, epoch: int) -> None:
+        """The gang of `epoch` has ended: nothing of it runs, waits or holds memory."""
+        self._ranks.end(epoch)
+
     def observe_heat(
         self, reading: NodeReading | None, verdict: Verdict, devices: Sequence[int]
     ) -> None:

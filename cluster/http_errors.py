@@ -42,6 +42,7 @@ _CODE: dict[ErrorKind, str] = {  # OpenAI's word where it has one, else the kind
     ErrorKind.NOT_FOUND: "model_not_found",
     ErrorKind.UNAUTHORIZED: "invalid_api_key",
 }
+MAX_TEXT = 1000  # characters of a message or the name of a parameter
 _RETRY_AFTER_S: dict[int, float] = {429: 1.0, 503: 5.0}  # when the engine names no time
 
 
@@ -69,9 +70,9 @@ class HttpError:
     def body(self) -> dict[str, Any]:
         return {
             "error": {
-                "message": self.message,
+                "message": _sendable(self.message),
                 "type": self._type(),
-                "param": self.param,
+                "param": self.param and _sendable(self.param),
                 "code": self.code,
             }
         }
@@ -87,6 +88,21 @@ class HttpError:
         if self.status == 429:
             return "rate_limit_error"
         return "invalid_request_error" if self.status < 500 else "server_error"
+
+
+def _sendable(text: str) -> str:
+    """`text` as one line of UTF-8, shortened in its middle: a message may quote what a client sent.
+
+    Both ends of a message are kept, since the remedy stands last.
+    """
+    cut = len(text) - MAX_TEXT
+    if cut > 0:
+        text = f"{text[: MAX_TEXT // 2]} ... {text[-(MAX_TEXT // 2) :]}"
+    return "".join(char if char.isprintable() else _escaped(char) for char in text)
+
+
+def _escaped(char: str) -> str:
+    return char.encode("unicode_escape").decode("ascii")
 
 
 def http_error(error: Exception) -> HttpError:

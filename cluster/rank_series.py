@@ -149,6 +149,7 @@ class RankSeries(Collector):
         self._silent_s = silent_s
         self._clock = clock
         self._help_of = help_of
+        self._ended_epoch = -1  # ranks of it and of earlier ones are gone
         self._last: dict[int, RankSnapshot] = {}
         self._sums: defaultdict[tuple[int, str], float] = defaultdict(float)
         self._splits: defaultdict[tuple[int, str], dict[str, float]] = defaultdict(dict)
@@ -176,12 +177,16 @@ class RankSeries(Collector):
             for one in ranks
         )  # fmt: skip
 
+    def end(self, epoch: int) -> None:
+        """The ranks of `epoch` are gone: what they told last holds no more, their sums stay."""
+        self._ended_epoch = epoch
+
     def collect(self) -> Iterator[Metric]:
         now_s = self._clock()
         live = {
             rank: snapshot
             for rank, snapshot in self._last.items()
-            if now_s - snapshot.time_s <= self._silent_s
+            if snapshot.epoch > self._ended_epoch and now_s - snapshot.time_s <= self._silent_s
         }
         leader = live.get(0)
         yield from self._leader(leader if leader and leader.step > LOADING else None)

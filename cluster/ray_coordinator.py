@@ -149,16 +149,17 @@ class RemoteEngine:
             return self._channel
         if self._connecting is None or self._connecting.done():
             self._connecting = asyncio.create_task(self._connect())
-        self._channel = await asyncio.shield(self._connecting)
-        return self._channel
+        return await asyncio.shield(self._connecting)
 
     async def _connect(self) -> Channel:
         address = await self._ask(self._handle.channel.remote())
         try:
             async with asyncio.timeout(ASK_S):
-                return await Channel.connect(address)
+                channel = await Channel.connect(address)
         except OSError as error:
             raise self._gone(error) from error
+        self._channel = channel  # here: who asked first may have left meanwhile
+        return channel
 
     def _gone(self, error: Exception) -> NotServing:
         return NotServing(f"{LOST} ({type(error).__name__})", ErrorKind.RANK_FAILURE)

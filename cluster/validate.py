@@ -59,7 +59,6 @@ class ValidRequest:
     sampling: SamplingParams
     stops: tuple[str, ...]
     end_token_ids: tuple[int, ...]
-    ignore_eos: bool
     priority: int
     skip_special_tokens: bool
     stream: bool
@@ -94,7 +93,6 @@ class ValidRequest:
             max_tokens=max(1, self.max_tokens[choice // self.n]),
             sampling=sampling,
             stop_token_ids=self.end_token_ids,
-            ignore_eos=self.ignore_eos,
             arrival_s=arrival_s,
             rounds_apart=bool(self.stops),
             logprobs=self.logprobs,
@@ -319,7 +317,6 @@ def _request(
         end_token_ids=tuple(
             dict.fromkeys([*body.stop_token_ids, *(() if body.ignore_eos else card.eos_token_ids)])
         ),
-        ignore_eos=body.ignore_eos,
         priority=body.priority,
         skip_special_tokens=body.skip_special_tokens,
         stream=body.stream,

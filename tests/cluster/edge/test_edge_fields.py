@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -95,3 +96,40 @@ def test_deeply_nested_arguments_are_refused(client: TestClient) -> None:
     ]
     answer = client.post(CHAT[0], json={"model": MODEL, "messages": messages})
     assert answer.status_code < 500
+
+
+@pytest.mark.parametrize("arguments", ["[" * 5000, '{"a":' * 5000])
+def test_arguments_nested_too_deeply_for_a_parser_stay_text(
+    client: TestClient, arguments: str
+) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+    ]
+    answer = client.post(CHAT[0], json={"model": MODEL, "messages": messages})
+    assert answer.status_code < 500
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"model": "m" * 10_000},
+        {"prompt": [10**4000]},
+        {"stream": True, "stream_options": {"x" * 10_000: 1}},
+        {"\ud800": 1},
+        {"\n\x07": 1},
+    ],
+)
+def test_what_a_client_sent_is_quoted_in_one_short_line(
+    client: TestClient, fields: dict[str, Any]
+) -> None:
+    body = json.dumps({"model": MODEL, "prompt": "hi", **fields})
+    answer = client.post(TEXT[0], content=body)
+    assert answer.status_code in (400, 404)
+    error = answer.json()["error"]
+    for text in (error["message"], error["param"]):
+        assert text.isprintable()
+        assert len(text) < 1100
+    if "model" in fields:
+        assert error["message"].endswith(f"this server has {MODEL!r}")

@@ -427,3 +427,19 @@ def test_a_silent_rank_is_down_and_its_gauges_go(
     assert read("nrank_rank_memory_component_bytes", rank="0") is None
     assert read("nrank_requests_running") == 0
     assert read("nrank_expert_tokens_total", rank="0") == 70
+
+
+def test_ranks_of_a_gang_that_has_ended_are_down_at_once(
+    metrics: EngineMetrics, read: Read
+) -> None:
+    metrics.update_snapshots([SNAPSHOT, replace(SNAPSHOT, rank=1)])
+    metrics.end_ranks(SNAPSHOT.epoch)
+    assert read("nrank_requests_running") == 0
+    assert read("nrank_kv_pages_used") is None
+    assert read("nrank_rank_up", rank="1") == 0
+    assert read("nrank_rank_memory_component_bytes", rank="0") is None
+    assert read("nrank_expert_tokens_total", rank="0") == 70
+    metrics.update_snapshots([replace(SNAPSHOT, epoch=2, step=0, expert_tokens=3)])
+    assert read("nrank_rank_up", rank="0") == 1
+    assert read("nrank_kv_pages_used") == 5
+    assert read("nrank_expert_tokens_total", rank="0") == 73

@@ -242,7 +242,9 @@ def test_end_tokens_are_the_models_unless_ignored(card: ModelCard, tokenizer: To
     assert valid_chat(body, card, tokenizer).end_token_ids == (9, 4089, 4087)
     ignoring = valid_chat({**body, "ignore_eos": True}, card, tokenizer)
     assert ignoring.end_token_ids == (9,)
-    assert ignoring.ignore_eos
+    asked = ignoring.engine_request("r", 0, 0.0)
+    assert asked.stop_token_ids == (9,)
+    assert not asked.ignore_eos, "the engine would pass over the request's own stop tokens, too"
 
 
 def test_thinking_can_be_switched_off_in_both_places(card: ModelCard, tokenizer: Tokenizer) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import os
 import pickle
+import re
 from collections.abc import AsyncGenerator, Callable, Coroutine
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from cluster import channel as channel_module
 from cluster import channel_server
 from cluster.channel import Channel
 from cluster.channel_server import ChannelServer
-from cluster.channel_wire import LENGTH, ChannelAddress
+from cluster.channel_wire import LENGTH, Abort, Ask, ChannelAddress, frame
 from cluster.client import NotServing
 from placement.errors import ClientError, ErrorKind
 from rank_worker.messages import EngineRequest, FinishReason, TokenBatch
@@ -176,6 +177,22 @@ def test_closing_an_answer_aborts_only_that(drive_channel: Any) -> None:
         await until(lambda: engine.stopped == ["stays"])
 
     drive_channel(body)
+
+
+def test_a_request_that_is_aborted_before_it_began_leaves_nothing(
+    drive_channel: Any, caplog: pytest.LogCaptureFixture
+) -> None:
+    async def body(engine: Engine, _server: Any, address: ChannelAddress, _channel: Any) -> None:
+        reader, writer = await asyncio.open_connection(address.host, address.port)
+        asks = [Ask(number, EngineRequest("gone", (1,), 9)) for number in range(5)]
+        pairs = [frame(ask) + frame(Abort(ask.number)) for ask in asks]
+        writer.write(address.key + b"".join(pairs))
+        async with asyncio.timeout(WAIT_S):
+            await reader.read()  # until the silence has lasted too long
+        assert not engine.asked
+
+    drive_channel(body, lease_s=0.2)
+    assert set(re.findall(r"its (\d+) requests", caplog.text)) == {"0"}
 
 
 def test_a_slow_reader_holds_nobody_back_and_loses_nothing(drive_channel: Any) -> None:

@@ -12,6 +12,7 @@ from cluster.gang import RankDied
 from placement.errors import ErrorKind, PeerError, RankError
 
 PLACES = [(phase, rank) for phase in ("place", "assign", "open", "load", "run") for rank in (0, 1)]
+RUNNING = 'nrank_requests_running{model_name="fake"}'
 PLACES.append(("listen", 0))  # the only rank with a part in this phase
 
 
@@ -91,6 +92,32 @@ def test_a_rank_death_ends_running_streams_with_an_error_and_queued_ones_with_50
             await table.until(lambda: len(table.script.gangs) == 2)
             await table.serving()
             assert len(await table.tokens(table.request())) == 5
+
+    drive(body())
+
+
+def test_a_gang_that_has_ended_runs_nothing_in_the_metrics(desk, drive):
+    """For good, too: with no restart left nobody would ever tell another figure."""
+
+    async def body():
+        async with desk(limit=0) as table:
+            await table.serving()
+            stream = table.coordinator.generate(table.request("r", 900))
+            await anext(stream)
+
+            async def is_idle() -> bool:
+                text = (await table.coordinator.metrics_text()).decode()
+                return f"{RUNNING} 0.0" in text.splitlines()
+
+            for _ in range(500):
+                if not await is_idle():
+                    break
+                await asyncio.sleep(0.01)
+            assert not await is_idle()
+            table.script.gang.ranks[1].die("killed by signal 9")
+            await table.until(lambda: table.coordinator.state is EngineState.FAILED)
+            assert await is_idle()
+            await stream.aclose()
 
     drive(body())
 

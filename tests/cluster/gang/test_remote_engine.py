@@ -83,6 +83,22 @@ def test_requests_at_the_same_time_share_one_connection(drive: Callable[..., Non
     drive(body())
 
 
+def test_a_connection_outlives_the_request_that_waited_for_it(drive: Callable[..., None]) -> None:
+    async def body() -> None:
+        coordinator = Coordinator()
+        engine = RemoteEngine(coordinator)  # type: ignore[arg-type]
+        await coordinator.live()
+        first = asyncio.ensure_future(anext(engine.generate(EngineRequest("r", (1,), 1))))
+        await asyncio.sleep(0)  # it waits for the connection
+        first.cancel()
+        assert engine._connecting is not None
+        await engine._connecting
+        assert await ask_all(engine) == [[7]] * REQUESTS
+        assert coordinator.asked == 1
+
+    drive(body())
+
+
 @pytest.mark.parametrize("error", [None, RayActorError()])
 def test_a_coordinator_that_is_away_costs_all_who_wait_one_wait(
     drive: Callable[..., None], monkeypatch: pytest.MonkeyPatch, error: Exception | None

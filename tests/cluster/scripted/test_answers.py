@@ -93,10 +93,15 @@ def test_a_stop_string_may_end_anywhere(client: Client, route: Callable[..., Bod
             assert answer.usage["completion_tokens"] == at + 1
 
 
-def test_a_stop_token_may_stand_anywhere(client: Client, checkpoint: ScriptedCheckpoint) -> None:
+@pytest.mark.parametrize("ignore_eos", [False, True])
+def test_a_stop_token_may_stand_anywhere(
+    client: Client, checkpoint: ScriptedCheckpoint, ignore_eos: bool
+) -> None:
     """It is counted and not shown; what was drafted behind it never was."""
     chain = checkpoint.chains[PARTS.prompt]
-    bodies = [completion(PARTS, stop_token_ids=[token]) for token in chain[1:-1]]
+    bodies = [
+        completion(PARTS, stop_token_ids=[token], ignore_eos=ignore_eos) for token in chain[1:-1]
+    ]
     for at, both in enumerate(client.ask_both_ways(*bodies)):
         said = PARTS.text(at)
         for answer in both:
