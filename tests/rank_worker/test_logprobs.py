@@ -36,10 +36,14 @@ def reference(case: Any, position: int) -> np.ndarray:
     return np.asarray(logits - np.logaddexp.reduce(logits))
 
 
-@pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize(
-    ("ranks", "mtp", "reuse"),
-    [(1, 0, False), (2, 2, True), pytest.param(3, 3, False, marks=pytest.mark.slow)],
+    ("model", "ranks", "mtp", "reuse"),
+    [
+        *((model, 1, 0, False) for model in MODELS),
+        (MODELS[-1], 2, 2, True),
+        pytest.param(MODELS[0], 2, 2, True, marks=pytest.mark.slow),
+        *(pytest.param(model, 3, 3, False, marks=pytest.mark.slow) for model in MODELS),
+    ],
 )
 def test_they_are_those_of_the_reference(
     engine_of: Engines, golden: Golden, model: str, ranks: int, mtp: int, reuse: bool
@@ -71,7 +75,7 @@ def test_they_are_those_of_the_reference(
     assert checked >= 10
 
 
-@pytest.mark.parametrize("mtp", [1, 4])
+@pytest.mark.parametrize("mtp", [1, pytest.param(4, marks=pytest.mark.slow)])
 def test_drafts_and_reuse_change_none(engine_of: Engines, golden: Golden, mtp: int) -> None:
     plain = engine_of("embedded")
     drafting = engine_of("embedded", mtp=mtp, prefix_cache=True, mtp_auto=False)
