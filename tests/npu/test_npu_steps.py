@@ -88,12 +88,16 @@ def test_decode_is_recorded_and_a_replay_is_one_launch(engines: Engines, ranks: 
         assert told["steps"][-1]["counts"]["launches"] > 1000
 
 
-@pytest.mark.parametrize("ranks", RANKS)
+@pytest.mark.parametrize(
+    ("ranks", "options"),
+    [(1, {}), (2, {}), (2, {"model": "tiny-flash-next-w4", "int8_activations": True})],
+    ids=["one rank", "two ranks", "4-bit experts"],
+)
 def test_a_step_with_drafts_costs_no_more_than_one_launch_of_the_model(
-    engines: Engines, ranks: int
+    engines: Engines, ranks: int, options: dict[str, Any]
 ) -> None:
     """Two sequences of two drafts each: one read of their tokens and of how many are kept."""
-    for rank, told in enumerate(engines(ranks=ranks, mtp=2)):
+    for rank, told in enumerate(engines(ranks=ranks, mtp=2, **options)):
         assert "error" not in told, told
         assert told["refused"] == ""
         assert len(told["captures"]) == (6 if ranks == 1 else GRAPHS_IN_GANG)
