@@ -85,30 +85,28 @@ def test_tokens_that_came_with_an_error_are_sent_before_it(
     assert last["error"]["code"] == "rank_failure"
 
 
-def test_deeply_nested_arguments_are_refused(client: TestClient) -> None:
-    arguments: Any = "x"
-    for _ in range(930):
-        arguments = [arguments]
+def status_of_call(client: TestClient, arguments: Any) -> int:
+    """Of a chat with a tool call that has these arguments."""
     call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
     messages = [
         {"role": "user", "content": "hi"},
         {"role": "assistant", "content": None, "tool_calls": [call]},
     ]
-    answer = client.post(CHAT[0], json={"model": MODEL, "messages": messages})
-    assert answer.status_code < 500
+    return client.post(CHAT[0], json={"model": MODEL, "messages": messages}).status_code
+
+
+def test_deeply_nested_arguments_are_refused(client: TestClient) -> None:
+    arguments: Any = "x"
+    for _ in range(930):
+        arguments = [arguments]
+    assert status_of_call(client, arguments) < 500
 
 
 @pytest.mark.parametrize("arguments", ["[" * 5000, '{"a":' * 5000])
 def test_arguments_nested_too_deeply_for_a_parser_stay_text(
     client: TestClient, arguments: str
 ) -> None:
-    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
-    messages = [
-        {"role": "user", "content": "hi"},
-        {"role": "assistant", "content": None, "tool_calls": [call]},
-    ]
-    answer = client.post(CHAT[0], json={"model": MODEL, "messages": messages})
-    assert answer.status_code < 500
+    assert status_of_call(client, arguments) < 500
 
 
 @pytest.mark.parametrize(
