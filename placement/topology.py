@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from placement.errors import ConfigError
 
 MIB = 1 << 20
-WIDENED_BYTES = 128 << 20
+WIDENED_BYTES = 128 * MIB  # of packed weights that operators of a 310P have wide at once
 GIB = 1 << 30
 
 

@@ -126,9 +126,8 @@ class _Matrix:
             self._need_pairs()
             if self.beside(".weight_global_scale") is None:
                 found = self.beside(".weight_scale")
-                if (
-                    found is not None and found.dtype == FP8
-                ):  # NVFP4's; those of MXFP4 are exponents
+                # NVFP4's scales are FP8, those of MXFP4 exponents.
+                if found is not None and found.dtype == FP8:
                     raise self.unscaled(".weight_global_scale")
                 scale = self._scale(".weight_scale", ("U8", "F8_E8M0"), formats.MXFP4)
                 return Layout(formats.MXFP4, self.name, self.header.shape, 2, (scale,))
